@@ -14,16 +14,37 @@ Tree::
     ├── DataError                training data can't be read or is too small
     └── CheckpointError          a checkpoint is missing, damaged or does not fit the model; exit code 3
 
-Every message says what is wrong, where, and what to do about it.
+Every message says what is wrong, where, and what to do about it. The exit codes of all verbs are here too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxpipe.text import truncate
+
+LOST = 6
+"""Exit code of processes that end because another one was lost. Of one that fails the others take over line and code."""
+STOPPED = 75
+INTERRUPTED = 130
+READER_GONE = 141
+"""The exit code that a shell shows of a tool that SIGPIPE ended (128 + 13)."""
+
+EXIT_CODES: Mapping[int, str] = {
+    0: "finished",
+    2: "usage or configuration error",
+    3: "a checkpoint is unusable, or the last one could not be saved",
+    4: "gradients or parameters were not finite",
+    5: "a device or a step failed, or hung",
+    LOST: "another process of the run was lost",
+    STOPPED: "stopped by a signal, what was done is saved; the same command goes on",
+    INTERRUPTED: "interrupted by Ctrl-C: any verb, training before its first step or by a second signal while stopping",
+    READER_GONE: "output closed early by its reader, as by | head (SIGPIPE)",
+}
+"""All exit codes, as README.md and ``jaxpipe train --help`` document them. If one process of several fails, the others end with
+its code."""
 
 
 class JaxpipeError(Exception):

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command in one line, with one exit code and soon, wherever the command is. Imports nothing of ours, no JAX.
+"""Ctrl-C ends a command in one line, with one exit code and soon, wherever the command is. Imports no JAX.
 
 Python raises KeyboardInterrupt between two instructions of the main thread: late while that compiles or solves, with odd
 results inside of an import, and with tracebacks in the worker processes, to which a terminal sends the signal too. So a thread
@@ -17,7 +17,8 @@ from io import FileIO
 from types import FrameType
 from typing import Any, NoReturn
 
-INTERRUPTED = 130
+from jaxpipe.errors import INTERRUPTED
+
 _LINE = b"jaxpipe: interrupted\n"
 _GRACE_S = 1.0
 _IMPORTING = "<frozen importlib._bootstrap>"

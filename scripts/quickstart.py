@@ -16,8 +16,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from jaxpipe.cli.exit_codes import INTERRUPTED, READER_GONE, STOPPED
-from jaxpipe.errors import JaxpipeError
+from jaxpipe.errors import INTERRUPTED, READER_GONE, STOPPED, JaxpipeError
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import request_devices
 from jaxpipe.train.run.progress import ProgressStream, silence

@@ -46,7 +46,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "errors": frozenset({"text"}),
     "files": frozenset({"errors"}),
     "dump": frozenset(),
-    "interrupts": frozenset(),
+    "interrupts": frozenset({"errors"}),
     "_jax_compat": frozenset(),
     "schedule": frozenset({"errors", "lazy", "text", "files", "dump"}),
     "search": frozenset({"schedule", "errors", "lazy", "text", "files", "dump"}),

@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpipe import dump
 from jaxpipe.axes import RankMesh
-from jaxpipe.cli import flags
-from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
+from jaxpipe.cli import explained, flags
 from jaxpipe.cli.plan_verbs import without_devices
 from jaxpipe.cli.registry import parsed
-from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, short_message
+from jaxpipe.errors import EXIT_CODES, INTERRUPTED, STOPPED, AgreedError, ConfigError, JaxpipeError, short_message
 from jaxpipe.files import check_local, write_atomically
-from jaxpipe.launch.local import SAID, ClusterJob, Launch, follow_launcher, jobset, sbatch
+from jaxpipe.launch import SAID, ClusterJob, Launch, follow_launcher, jobset, sbatch
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided, grid_columns
 from jaxpipe.text import closest, format_count
@@ -307,7 +306,7 @@ def run_profile(args: argparse.Namespace) -> None:
     request_gpus(config.run)
     from jaxpipe.cost.profile import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
-    from jaxpipe.schedule.json_form import to_costs
+    from jaxpipe.schedule.files import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables
     from jaxpipe.train.import_export import completed
     from jaxpipe.train.run.run_directory import measurement_json, measurement_table

@@ -64,7 +64,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import lengths_by_op
 from jaxpipe.runtime.transfer import check_host_memory, message_numbers
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, Schedule, Timeline, op_spec, simulate
-from jaxpipe.schedule.json_form import to_costs
+from jaxpipe.schedule.files import to_costs
 from jaxpipe.stage.functions import StageFunctions, device_bytes, footprint, function_of
 from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress, order_for_link

@@ -32,11 +32,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
-from jaxpipe.errors import ConfigError, RunError
+from jaxpipe.errors import LOST, ConfigError, RunError
 from jaxpipe.runtime.peers import Peers, is_host, own_host, plain_address, printable
 
-LOST = 6
-"""Exit code of processes that end because another one was lost. Of one that fails the others take over line and code."""
 # No beat is sent while a long call holds the interpreter's lock, so 30 s of silence are allowed; JAX's own service would abort
 # all processes after 100 s.
 _BEAT_S = 2.0

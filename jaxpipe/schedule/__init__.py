@@ -40,7 +40,7 @@ from jaxpipe.schedule.placement import (
     with_span,
     with_vocabulary,
 )
-from jaxpipe.schedule.rules.traversal import Traversal, traverse
+from jaxpipe.schedule.rules import Traversal, traverse
 from jaxpipe.schedule.simulate import StepsTimeline, replay, simulate, simulate_steps
 from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline

@@ -2,7 +2,7 @@
 
 :class:`Clock` pops the earliest (time, rank); if the rank is free its *chooser* names the code of an action, or -1 to wait for
 the next arrival; the action starts, and what it feeds arrives over the links. Whatever decides an order by time (list
-schedules, fillers of a known order, rules of a :class:`~jaxpipe.schedule.rules.traversal.Traversal`, offload) is a
+schedules, fillers of a known order, rules of a :class:`~jaxpipe.schedule.rules.Traversal`, offload) is a
 chooser of this clock. The same loop with the answer "the head of my row" is :class:`~jaxpipe.search.retime.Retimer`.
 
 An action on a group of ranks that start together is promised on all of them as soon as one rank chooses it, in one order for

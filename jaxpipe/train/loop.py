@@ -29,7 +29,7 @@ from jaxpipe.runtime.connections import Position, ProcessStatus
 from jaxpipe.runtime.executor import place_of
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess
-from jaxpipe.schedule.json_form import from_json, to_json
+from jaxpipe.schedule.files import from_json, to_json
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device
 from jaxpipe.train.import_export import completed

@@ -35,7 +35,7 @@ from jaxpipe.schedule.families import family_named
 from jaxpipe.schedule.families.vocabulary import spread_vocabulary
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.placement import Edges, placement_named, towers, with_vocabulary
-from jaxpipe.schedule.rules.traversal import Rules
+from jaxpipe.schedule.rules import Rules
 from jaxpipe.train.settings.sections import PipelineConfig, TraverseConfig
 from jaxpipe.train.settings.typed import decode, within
 

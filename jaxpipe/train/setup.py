@@ -17,7 +17,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import Schedule, simulate
-from jaxpipe.schedule.json_form import from_schedule, to_schedule
+from jaxpipe.schedule.files import from_schedule, to_schedule
 from jaxpipe.schedule.passes.braid import costly_backwards, fused_stages, with_fused_stages
 from jaxpipe.schedule.timeline import at_most
 from jaxpipe.stage.functions import StageFunctions

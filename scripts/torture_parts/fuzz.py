@@ -225,7 +225,7 @@ def _flags(trial: Trial) -> None:
 
 def _costs(trial: Trial) -> None:
     from jaxpipe.schedule import CostProfile
-    from jaxpipe.schedule.json_form import to_costs
+    from jaxpipe.schedule.files import to_costs
 
     costs = to_costs(CostProfile.uniform(4, comm=0.1, f=1.5))
     path = trial.folder / "costs.json"

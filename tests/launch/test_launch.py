@@ -22,10 +22,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxpipe.launch
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
-from jaxpipe.launch import local
-from jaxpipe.launch.local import Launch
+from jaxpipe.launch import Launch
 from jaxpipe.train.config import load_config
 from tests.support.job_readers import ODD, STRAY, is_stray, pod_of, sbatch_options, srun_arguments
 from tests.support.paths import ROOT
@@ -46,8 +46,8 @@ SMALL = ["model.options.d_model=16", "model.options.num_layers=2", "model.option
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have launchers wait for processes to end, and for their output, however slow the machine is."""
-    monkeypatch.setattr("jaxpipe.launch.local._GRACE_S", 600)
-    monkeypatch.setattr("jaxpipe.launch.local._READ_S", 600)
+    monkeypatch.setattr("jaxpipe.launch._GRACE_S", 600)
+    monkeypatch.setattr("jaxpipe.launch._READ_S", 600)
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def test_what_is_lost_starts_again(launch: Callable[..., tuple[int, str, list[st
 def test_who_does_not_end_is_killed(
     launch: Callable[..., tuple[int, str, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxpipe.launch.local._GRACE_S", 0.5)
+    monkeypatch.setattr("jaxpipe.launch._GRACE_S", 0.5)
     stuck = """
 pids = processes.gather("pid", os.getpid())
 if mine: os.kill(os.getpid(), signal.SIGSTOP)
@@ -181,7 +181,7 @@ with Stop() as stop:
 
 
 FOLLOWING = """
-from jaxpipe.launch.local import follow_launcher
+from jaxpipe.launch import follow_launcher
 follow_launcher()
 with Stop() as stop:
     open(f"{os.environ['WHERE']}/{mine}", "w").close()
@@ -195,7 +195,7 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(tmp_path: Path) -> 
     command = [sys.executable, "-c", JOIN + FOLLOWING]
     code = f"from pathlib import Path; Launch({command}, 2, Path({str(tmp_path)!r})).run(0)"
     with subprocess.Popen(
-        [sys.executable, "-c", f"from jaxpipe.launch.local import Launch; {code}"],
+        [sys.executable, "-c", f"from jaxpipe.launch import Launch; {code}"],
         cwd=ROOT,
         env={**os.environ, "WHERE": str(tmp_path)},
         stderr=subprocess.DEVNULL,
@@ -295,7 +295,7 @@ def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         file = tmp_path / "job.sbatch"
         flags = ["--nodes", "2", "--gpus-per-node", "4", "--processes-per-node", "2", "--max-restarts", "2"]
         with monkeypatch.context() as patch:
-            patch.setattr(local.sys, "executable", str(tools / "python"))
+            patch.setattr(jaxpipe.launch.sys, "executable", str(tools / "python"))
             train = ["train", "--pp", "4", "--tp", "2", "run.out_dir=/shared/a run"]
             flags += ["--unchecked", "--sbatch", "time=4:00:00"]
             assert main(["launch", "slurm", "-o", str(file), *flags, "--", *train]) == 0
@@ -458,8 +458,8 @@ def test_a_jobset_has_the_published_fields(tmp_path: Path, capsys: pytest.Captur
 VALUES = st.lists(st.sampled_from(ODD) | st.characters(exclude_categories=("Cs",)), max_size=6).map("".join)
 
 
-def _job(words: Sequence[str]) -> local.ClusterJob:
-    return local.ClusterJob("packjob", load_config(None, ["run.out_dir=/runs/a"]), ["train", *words], 4, 1)
+def _job(words: Sequence[str]) -> jaxpipe.launch.ClusterJob:
+    return jaxpipe.launch.ClusterJob("packjob", load_config(None, ["run.out_dir=/runs/a"]), ["train", *words], 4, 1)
 
 
 @given(
@@ -468,7 +468,7 @@ def _job(words: Sequence[str]) -> local.ClusterJob:
 )
 def test_values_reach_their_readers_as_they_are(words: list[str], folder: str, value: str) -> None:
     where = Path("/", folder)
-    text = local.sbatch(_job(words), [f"comment={value}", "--requeue"], where)
+    text = jaxpipe.launch.sbatch(_job(words), [f"comment={value}", "--requeue"], where)
     with tempfile.TemporaryDirectory() as scratch:
         script = Path(scratch, "job.sbatch")
         script.write_text(text, encoding="utf-8")
@@ -478,7 +478,7 @@ def test_values_reach_their_readers_as_they_are(words: list[str], folder: str, v
         "--output=packjob-%j.log", "--open-mode=append", "--signal=USR1@120", "--exclusive", "--requeue",
         f"--comment={value}", "--requeue",
     ]  # fmt: skip
-    document, pod = pod_of(local.jobset(_job(words), f"i{value}", "runs:/"))
+    document, pod = pod_of(jaxpipe.launch.jobset(_job(words), f"i{value}", "runs:/"))
     assert {path for path, _ in leaves(document)} == FIELDS.keys()
     (container,) = pod["containers"]
     assert (container["command"], container["image"]) == (["jaxpipe", "train", *words], f"i{value}")
@@ -492,18 +492,18 @@ def test_no_line_break_is_written(
     text = f"a{stray}touch PWNED"
     for write in (
         lambda: _job([text]),
-        lambda: local.sbatch(_job([]), [f"time={text}"], Path("/a")),
-        lambda: local.sbatch(_job([]), [], Path("/", text)),
-        lambda: local.jobset(_job([]), text, "runs:/runs"),
-        lambda: local.jobset(_job([]), "i", f"runs:/{text}"),
-        lambda: local.jobset(_job([]), "i", f"ru{text}:/runs"),
+        lambda: jaxpipe.launch.sbatch(_job([]), [f"time={text}"], Path("/a")),
+        lambda: jaxpipe.launch.sbatch(_job([]), [], Path("/", text)),
+        lambda: jaxpipe.launch.jobset(_job([]), text, "runs:/runs"),
+        lambda: jaxpipe.launch.jobset(_job([]), "i", f"runs:/{text}"),
+        lambda: jaxpipe.launch.jobset(_job([]), "i", f"ru{text}:/runs"),
     ):
         with pytest.raises(ConfigError, match=r"holds .* at character") as caught:
             write()
         assert is_stray(str(caught.value)) is False
-    monkeypatch.setattr(local.sys, "executable", text)
+    monkeypatch.setattr(jaxpipe.launch.sys, "executable", text)
     with pytest.raises(ConfigError, match="the path of Python"):
-        local.sbatch(_job([]), [], Path("/a"))
+        jaxpipe.launch.sbatch(_job([]), [], Path("/a"))
     monkeypatch.undo()
     config, file = tmp_path / "run.toml", tmp_path / "job"
     out_dir = json.dumps(f"/runs/a{stray}kind: Evil\n#", ensure_ascii=ord(stray) < 0xD800)
@@ -518,4 +518,4 @@ def test_no_line_break_is_written(
 def test_options_of_sbatch_have_a_name(tmp_path: Path) -> None:
     for option in ("", "=1", "-p main", "--", "a b=c", "--\u00e9=1"):
         with pytest.raises(ConfigError, match="want OPTION=VALUE"):
-            local.sbatch(_job([]), [option], tmp_path)
+            jaxpipe.launch.sbatch(_job([]), [option], tmp_path)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.axes import ONE_SHARD, RankMesh
-from jaxpipe.errors import AgreedError
-from jaxpipe.runtime.connections import LOST
+from jaxpipe.errors import LOST, AgreedError
 from jaxpipe.runtime.processes import grid_columns
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.leaves import Fragment

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe.runtime.connections import LOST
+from jaxpipe.errors import LOST
 from tests.runtime.test_divided import assert_same_run
 from tests.support import train_runs
 from tests.support.paths import ROOT

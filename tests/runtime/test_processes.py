@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.errors import AgreedError, ConfigError
+from jaxpipe.errors import LOST, AgreedError, ConfigError
 from jaxpipe.runtime import connections
-from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.peers import Peers, find_peers
 from jaxpipe.runtime.processes import ClockOffset, Processes, ProcessGroup, SingleProcess, divided
 from jaxpipe.schedule import generate
-from jaxpipe.schedule.json_form import to_schedule
+from jaxpipe.schedule.files import to_schedule
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run import agreement
 from jaxpipe.train.settings.sections import PipelineConfig

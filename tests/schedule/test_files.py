@@ -38,8 +38,7 @@ from jaxpipe.schedule import (
     write_schedule,
     write_timeline,
 )
-from jaxpipe.schedule.files import format_csv, parse_csv
-from jaxpipe.schedule.json_form import from_costs, from_timeline, to_costs, to_schedule, to_timeline
+from jaxpipe.schedule.files import format_csv, from_costs, from_timeline, parse_csv, to_costs, to_schedule, to_timeline
 from tests.support.schedule_strategies import one_f_one_b_rows, random_costs
 from tests.support.schedule_text import SMALL, schedules
 

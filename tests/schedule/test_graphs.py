@@ -36,8 +36,8 @@ from jaxpipe.schedule import (
     with_span,
     write_schedule,
 )
+from jaxpipe.schedule.files import from_costs, to_costs, to_placement
 from jaxpipe.schedule.ir import _REGISTRY
-from jaxpipe.schedule.json_form import from_costs, to_costs, to_placement
 from jaxpipe.schedule.passes import braid, insert, offload, separate_gradients
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.best import best_schedule

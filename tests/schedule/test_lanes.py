@@ -11,7 +11,7 @@ import pytest
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule import FAMILIES, CostProfile, check_schedule, generate, parse_schedule, simulate
 from jaxpipe.schedule.engine import Strand, collectives_exposed, slot_lanes, weave
-from jaxpipe.schedule.json_form import from_costs, from_timeline, to_costs, to_timeline
+from jaxpipe.schedule.files import from_costs, from_timeline, to_costs, to_timeline
 from jaxpipe.schedule.passes import braid
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 

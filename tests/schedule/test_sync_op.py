@@ -20,9 +20,8 @@ from jaxpipe.schedule import (
     simulate,
 )
 from jaxpipe.schedule.costs import HostLink
-from jaxpipe.schedule.files import format_csv
+from jaxpipe.schedule.files import format_csv, from_schedule, to_schedule
 from jaxpipe.schedule.ir import OpSpec
-from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes import offload
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.text import draw

@@ -26,8 +26,7 @@ from jaxpipe.schedule import (
     wave,
     with_shared,
 )
-from jaxpipe.schedule.files import format_csv, parse_csv
-from jaxpipe.schedule.json_form import from_schedule, to_schedule
+from jaxpipe.schedule.files import format_csv, from_schedule, parse_csv, to_schedule
 from tests.support.schedule_strategies import one_f_one_b_rows, random_valid_schedules
 from tests.support.schedule_text import SMALL, schedules
 

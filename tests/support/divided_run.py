@@ -57,7 +57,7 @@ def steps(
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.runtime.transfer import OffloadOptions
     from jaxpipe.schedule import generate, parse_schedule
-    from jaxpipe.schedule.json_form import to_costs
+    from jaxpipe.schedule.files import to_costs
     from jaxpipe.stage.model.reference import init_params
     from jaxpipe.train.run.agreement import devices_of
     from jaxpipe.train.settings.sections import PipelineConfig

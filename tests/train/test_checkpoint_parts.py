@@ -20,9 +20,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe.errors import CheckpointError
-from jaxpipe.launch.local import Launch
-from jaxpipe.runtime.connections import LOST
+from jaxpipe.errors import LOST, CheckpointError
+from jaxpipe.launch import Launch
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
 from jaxpipe.train.checkpoints import contents
@@ -311,8 +310,8 @@ SAVE = """
 import sys
 import numpy as np
 from jaxpipe.runtime.peers import find_peers
-from jaxpipe.launch.local import Launch
-from jaxpipe.runtime.connections import LOST
+from jaxpipe.launch import Launch
+from jaxpipe.errors import LOST
 from jaxpipe.runtime.processes import ProcessGroup
 processes = ProcessGroup(find_peers((None, None, None)), 600)
 if sys.argv[2] == "jax":

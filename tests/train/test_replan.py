@@ -34,7 +34,7 @@ from jaxpipe.schedule import (
     write_schedule,
 )
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.schedule.json_form import from_json, to_json, to_schedule
+from jaxpipe.schedule.files import from_json, to_json, to_schedule
 from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards, split_backwards
 from jaxpipe.search.solve import Options, SolveTask
 from jaxpipe.search.solve.jobs import COMMAND
@@ -614,7 +614,7 @@ def test_the_worker_imports_no_jax() -> None:
 def test_the_worker_ends_with_its_parent() -> None:
     """The parent is killed; the worker's task would keep it, and the solver's own processes, busy for long."""
     code = (
-        "import json, sys, time\nfrom jaxpipe.schedule.json_form import from_json\n"
+        "import json, sys, time\nfrom jaxpipe.schedule.files import from_json\n"
         "from jaxpipe.search.solve import Options, SolveTask\n"
         "from jaxpipe.search.solve.solver import BackgroundSolve\n"
         "solver = BackgroundSolve(from_json(SolveTask, json.load(sys.stdin), 'task'), Options(600.0))\n"

@@ -23,9 +23,9 @@ import pytest
 
 from jaxpipe.axes import RankMesh
 from jaxpipe.cli import main
-from jaxpipe.cli.exit_codes import EXIT_CODES
 from jaxpipe.cost.memory import KINDS, MemoryReport, RankMemory
 from jaxpipe.errors import (
+    EXIT_CODES,
     CheckpointError,
     ConfigError,
     DataError,

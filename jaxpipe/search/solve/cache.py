@@ -33,7 +33,7 @@ from pathlib import Path
 from jaxpipe import __version__
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.files import no_constant, read_file, user_cache, write_atomically
-from jaxpipe.schedule.json_form import from_json, to_json
+from jaxpipe.schedule.files import from_json, to_json
 from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import at_most, nine_digits
 from jaxpipe.search.solve.task import Options, Progress, Solution, SolveTask

@@ -32,8 +32,8 @@ from typing import Any, BinaryIO, ClassVar, Protocol
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.families.family import cheap_first
+from jaxpipe.schedule.files import from_json, to_json
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.plugins import import_module, imported_modules
 from jaxpipe.schedule.problem import OPS, Problem

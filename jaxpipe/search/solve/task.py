@@ -26,7 +26,7 @@ from jaxpipe.schedule.passes.braid import with_slots
 from jaxpipe.schedule.passes.separate import separate_gradients
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.schedule.rules.traversal import FIRST, Traversal, traverse
+from jaxpipe.schedule.rules import FIRST, Traversal, traverse
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import MEMORY, Timeline, at_most, how_many, nine_digits
 from jaxpipe.search.retime import Draft, Retimer

@@ -26,12 +26,11 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from jaxpipe.errors import JaxpipeError, RunError
-from jaxpipe.interrupts import INTERRUPTED as INTERRUPTED
+from jaxpipe.errors import INTERRUPTED, JaxpipeError, RunError
+from jaxpipe.errors import STOPPED as STOPPED
 from jaxpipe.interrupts import last_words
 from jaxpipe.runtime.connections import say
 
-STOPPED = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1: what Slurm can send before time is up
 _UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1)  # by nohup, say
 

@@ -24,7 +24,7 @@ from jaxpipe.interop.folder import TOKENIZER
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, write_schedule
-from jaxpipe.schedule.json_form import to_costs
+from jaxpipe.schedule.files import to_costs
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.text import aligned, format_bytes, format_count, format_seconds, mfu_text
 from jaxpipe.train.checkpoint import CheckpointStore

@@ -29,7 +29,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.families.one_f_one_b import gpipe, zb_h1
 from jaxpipe.schedule.families.vocabulary import spread_vocabulary
-from jaxpipe.schedule.json_form import from_placement, to_placement
+from jaxpipe.schedule.files import from_placement, to_placement
 from jaxpipe.schedule.text import draw
 from jaxpipe.search.bounds import lower_bound, rank_lower_bounds
 from tests.support.paths import GOLDEN

@@ -24,7 +24,7 @@ from jaxpipe.schedule import (
     with_span,
 )
 from jaxpipe.schedule.families.family import in_order
-from jaxpipe.schedule.json_form import from_costs, from_schedule, from_timeline, to_costs, to_schedule, to_timeline
+from jaxpipe.schedule.files import from_costs, from_schedule, from_timeline, to_costs, to_schedule, to_timeline
 from jaxpipe.schedule.passes import braid, offload, prompt_weights, separate_gradients, with_reductions
 from jaxpipe.schedule.passes.braid import backwards_like
 

@@ -36,7 +36,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.ir import _REGISTRY
 from jaxpipe.schedule.passes import separate_gradients
-from jaxpipe.schedule.rules.traversal import View
+from jaxpipe.schedule.rules import View
 from tests.support.paths import ROOT
 
 README = ROOT / "jaxpipe" / "schedule" / "rules" / "README.md"

@@ -25,7 +25,7 @@ from jaxpipe.schedule import (
     v_shape,
     wave,
 )
-from jaxpipe.schedule.rules.traversal import Check, Choose, Rules, View
+from jaxpipe.schedule.rules import Check, Choose, Rules, View
 
 
 def random_placement(rng: random.Random) -> Placement:

@@ -54,6 +54,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "mesh": frozenset({"axes", "errors"}),
     "context_parallel": frozenset({"axes", "_jax_compat", "errors"}),
     "tensor_parallel": frozenset({"axes", "context_parallel", "_jax_compat", "errors"}),
+    "experts": frozenset({"axes", "_jax_compat", "errors"}),
     "stage": frozenset({"axes", "mesh", "_jax_compat", "errors", "lazy", "text", "dump"}),
     "interop": frozenset({"stage", "errors", "lazy", "text", "files"}),
     "cost": frozenset({"stage", "schedule", "program", "mesh", "lazy", "text"}),
@@ -71,6 +72,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
         {
             "tensor_parallel",
             "context_parallel",
+            "experts",
             "errors",
             "stage.model.layer",
             "stage.model.adapters",

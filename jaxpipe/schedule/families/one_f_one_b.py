@@ -1,4 +1,4 @@
-"""The textbook's fixed orders on one stage a rank: GPipe, 1F1B, eager 1F1B, ZB-H1 and ZB-H2.
+"""The textbook's fixed orders on one stage a rank, GPipe, 1F1B, eager 1F1B, ZB-H1 and ZB-H2; and combined 1F1B on several.
 
 GPipe: all forwards, then all backwards. 1F1B, eager 1F1B: after a warm-up of forwards, one forward and one backward in turn.
 
@@ -18,12 +18,23 @@ k_r forwards before its first B, then B, W, F in turn, where W lags B by d_r mic
 ranks: H1 has k_r = p − r, d_r = r; H2 has k_r = 2(p − r) − 1, d_r = 2r. The paper's table gives H1's bubble as
 (p − 1)(F + B − W) and H2's as (p − 1)(F + B − 2W) per span; the forms below also cover a W that is longer than F, and H2's
 makespan, which includes the staggered start.
+
+Combined 1F1B is interleaved 1F1B whose steady forwards share a slot with the backward beside them, so that the collectives of
+experts or of tensor parallelism hide under the other's compute. Source: Megatron-core's option
+``--overlap-moe-expert-parallel-comm`` with virtual stages (arXiv 2603.07685). A braid's results come when it ends, so one more
+chunk is in flight than in interleaved 1F1B. Without it pairs wait for each other (p = 8, m = 32, v = 2, collectives of F and of
+B as long as F: 130.0, with it 114.5). Megatron asks for m divisible by p; here the first microbatches of the next multiple are
+left out, which breaks no wait.
 """
 
 from __future__ import annotations
 
+from itertools import chain, zip_longest
+
 from jaxpipe.schedule.families.family import family, in_order
-from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.ir import Action, Row, Schedule
+from jaxpipe.schedule.passes.braid import slot_of
+from jaxpipe.schedule.placement import circular
 
 
 @family(
@@ -103,6 +114,49 @@ def fused_row(in_flight: int, microbatches: int) -> list[str]:
     """Return ``in_flight`` forwards, then a backward and a forward in turn, then the remaining backwards."""
     lead = min(in_flight, microbatches)
     return ["F"] * lead + ["BW", "F"] * (microbatches - lead) + ["BW"] * lead
+
+
+@family(
+    "combined-1f1b",
+    "interleaved 1F1B with each steady F braided with the BW beside it, so that collectives hide (--chunks, default 2)",
+    "Megatron-core (combined 1F1B, expert-parallel overlap); Narayanan et al. 2021 §2.2.2",
+    placement=circular,
+    sees_collectives=True,
+    peak_activations=lambda p, m, v: min((v + 1) * p, v * m) / v if m % p == 0 else None,
+    makespan=lambda p, m, v, f, b, w: (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
+def combined_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Combined 1F1B for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
+
+        rank 0 |F0- F1- F0b F1b F2-         F3+BW0b---- F2b+BW1b--- F3b+BW0---- BW1----     BW2b--- BW3b--- BW2---- BW3----
+        rank 1 |    F0- F1- F0b F1b+BW0b--- F2+BW1b---- F3+BW0----- F2b+BW1---- F3b+BW2b--- BW3b--- BW2---- BW3----
+
+    (``b`` marks the second chunk of a rank.) With m a multiple of p, equal stages, no transfer time and no collectives the
+    makespan is interleaved 1F1B's, m(F + B + W) + (p − 1)(F + B + W)/v; a rank holds at most (v + 1)p chunks of activations,
+    one more than there, 1/v of its share each. It pays with collectives, which the braids hide. One chunk gives eager 1F1B
+    with its pairs braided.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1.
+    """
+    rows = tuple(_combined_row(ranks, microbatches, chunks, rank) for rank in range(ranks))
+    return Schedule("combined-1f1b", circular(ranks, chunks), microbatches, rows)
+
+
+def _combined_row(ranks: int, microbatches: int, chunks: int, rank: int) -> Row:
+    """Return forwards of the warm-up, then each forward with the next backward, then the remaining backwards. Groups of p
+    microbatches go through a rank's chunks, forwards from the first chunk to the last, backwards from the last to the first.
+    """
+    first = -(-microbatches // ranks) * ranks - microbatches
+    places = range(-first, microbatches)  # those below 0 do not exist
+    groups = [places[k : k + ranks] for k in range(0, len(places), ranks)]
+    stages = range(rank, ranks * chunks, ranks)
+    forwards = [Action("F", stage, i) for group in groups for stage in stages for i in group]
+    backwards = [Action("BW", stage, i) for group in groups for stage in reversed(stages) for i in group]
+    lead = 2 * (ranks - 1 - rank) + (chunks - 1) * ranks + 1
+    pairs = chain(zip(forwards[:lead]), zip_longest(forwards[lead:], backwards))
+    return tuple(slot for pair in pairs for slot in slot_of(a for a in pair if a is not None and a.microbatch >= 0))
 
 
 @family(

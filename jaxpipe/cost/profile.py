@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -182,8 +182,19 @@ _BYTES = (
 )  # fmt: skip
 """Attributes that a profile, stage functions and :class:`StageSizes` have in common."""
 
-Exchanges = Mapping[tuple[str, float, int], float]
-"""Collectives of a function: how many there are of each (primitive, bytes of the whole array, devices among which)."""
+
+class Exchange(NamedTuple):
+    """A collective of a function: its ``primitive``, the bytes of the whole array, the ``devices`` that take part, and among
+    how many consecutive devices these lie (``span``): an axis' neighbours are as far apart as inner axes have devices."""
+
+    primitive: str
+    whole_bytes: float
+    devices: int
+    span: int
+
+
+Exchanges = Mapping[Exchange, float]
+"""Collectives of a function: how many there are of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +224,20 @@ class StageSizes:
             exchanges={op: Counter(_exchanges(f)) for op, f in functions.items()},
         )
 
-    def exchange_s(self, op: str, rates: UnitCosts) -> float:
-        """Estimate the seconds of the collectives of one function, as rings."""
-        return sum((n * rates.collective_s(*kind) for kind, n in self.exchanges.get(op, {}).items()), 0.0)
+    def exchange_s(self, op: str, seconds_of: Callable[[Exchange], float]) -> float:
+        """Estimate the seconds of the collectives of one function."""
+        return sum((n * seconds_of(exchange) for exchange, n in self.exchanges.get(op, {}).items()), 0.0)
 
 
-def _exchanges(function: StageFunction) -> Iterator[tuple[str, int, int]]:
-    """Yield each collective's primitive, the bytes of its whole array, and how many devices take part (at least two)."""
+def _exchanges(function: StageFunction) -> Iterator[Exchange]:
+    """Yield the collectives in which at least two devices take part."""
     sizes: Mapping[str, int] = next((a.sharding.mesh.shape for a in function.avals_out if a.sharding is not None), {})
+    axes = list(sizes)
     for c in collectives(function.jaxpr):
-        devices = math.prod(sizes.get(axis, 1) for axis in c.axes)
-        if devices > 1:
-            yield c.primitive, c.whole_bytes, devices
+        several = [axis for axis in axes if axis in c.axes and sizes[axis] > 1]
+        if several:
+            span = math.prod(sizes[axis] for axis in axes[axes.index(several[0]) :])
+            yield Exchange(c.primitive, c.whole_bytes, math.prod(sizes[axis] for axis in several), span)
 
 
 def sizes_of(stages: Sequence[StageFunctions]) -> tuple[StageSizes, ...]:
@@ -288,7 +301,7 @@ def analytic_profile(stages: Sequence[StageFunctions]) -> CostProfile:
         sizes,
         flop_seconds(stages, DEFAULT_FLOPS_PER_S),
         source=f"analytic, {DEFAULT_FLOPS_PER_S:.3g} FLOP/s",
-        tp_comm_s=tuple(slowed * s.exchange_s("F", rates) for s in sizes),
+        tp_comm_s=tuple(slowed * s.exchange_s("F", lambda x: rates.collective_s(*x[:3])) for s in sizes),
     )
 
 

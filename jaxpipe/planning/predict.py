@@ -22,12 +22,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from jaxpipe.axes import DATA
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.cost.profile import cost_profile
+from jaxpipe.cost.profile import Exchange, cost_profile
 from jaxpipe.cost.seconds import LEAST_S, ops_of
 from jaxpipe.planning.roofline import Efficiency, Work
 from jaxpipe.planning.stages import PlannedStage, StageCosts, planner
@@ -41,7 +41,7 @@ from jaxpipe.schedule.passes import with_reductions
 from jaxpipe.schedule.simulate import runnable, simulate_graph
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.identity import ById
-from jaxpipe.stage.jaxprs import PEERS
+from jaxpipe.stage.jaxprs import PEERS, row_of
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.weave.units import UnitCosts
 from jaxpipe.train.assemble import Planner, choose, planned_order
@@ -53,11 +53,10 @@ def planned_costs(
     stages: Sequence[PlannedStage], pipe: PipelineConfig, target: Target, efficiency: Efficiency, limit_bytes: float
 ) -> CostProfile:
     """Return the cost profile of planned stages: seconds by roofline, bytes from shapes, links of the target.
-    ``limit_bytes``: what arrays may fill on a device. Collectives of layers are rings; F and B are taken to
-    need equally long ones, which they do but for an embedding and a head. ``optimizer_bytes``: gradient accumulators,
-    master parameters and optimizer state."""
-    sizes, rates = [s.sizes for s in stages], unit_costs(target, efficiency, pipe.mesh.one_row.num_devices)
-    f, b, w = ([x.exchange_s(op, rates) for x in sizes] for op in ("F", "B", "W"))
+    ``limit_bytes``: what arrays may fill on a device. F and B are taken to need equally long collectives, which they do but
+    for an embedding and a head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer state."""
+    sizes = [s.sizes for s in stages]
+    f, b, w = ([x.exchange_s(op, partial(exchange_s, target, efficiency)) for x in sizes] for op in ("F", "B", "W"))
     work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
     seconds = {op: [max(LEAST_S, x.seconds) for x in row] for op, row in work.items()}
     # collectives of F and B are in ``tp_comm_s``, which braids can hide; nothing hides the gathers of what W recomputes
@@ -120,15 +119,21 @@ def link_between(a: int, b: int, target: Target, efficiency: Efficiency, pipe: P
     return link_of(target, efficiency, 1 if a // per_node == b // per_node else math.inf)
 
 
-def unit_costs(target: Target, efficiency: Efficiency, devices: int) -> UnitCosts:
-    """Return the target's rates as the cost model of units takes them; ``devices``: that collectives go between."""
-    link = link_of(target, efficiency, devices)
-    return UnitCosts(
-        flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul_of(target),
-        bytes_per_s=target.memory_bytes_per_s * efficiency.bandwidth,
-        link_bytes_per_s=link.bytes_per_s,
-        link_latency_s=link.latency_s,
-    )
+def exchange_s(target: Target, efficiency: Efficiency, exchange: Exchange) -> float:
+    """Return the seconds of a collective of layers: a ring over the slowest link between its devices. In an all-to-all each
+    device sends to every other one: to those of its node over the links inside, and at the same time to the others."""
+    name, whole_bytes, devices, span = exchange
+
+    def over(link: Link, sent_bytes: float, parts: float) -> float:
+        rates = UnitCosts(link_bytes_per_s=link.bytes_per_s, link_latency_s=link.latency_s)
+        return rates.collective_s(name, sent_bytes, parts)
+
+    slowest, nodes = link_of(target, efficiency, span), min(devices, math.ceil(span / target.node_size))
+    if nodes == 1 or row_of(name).exchange != "all-to-all":
+        return over(slowest, whole_bytes, devices)
+    # n nodes: of all bytes (n - 1) / n leave, and the n-th part is exchanged inside
+    inside_s = over(link_of(target, efficiency, 1), whole_bytes / nodes, devices / nodes)
+    return max(inside_s, over(slowest, whole_bytes, nodes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ import pytest
 from jaxpipe._jax_compat import compile_only_devices
 from jaxpipe.cli import main
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.cost.profile import StageSizes
+from jaxpipe.cost.profile import Exchange, StageSizes
 from jaxpipe.errors import ConfigError
-from jaxpipe.planning.predict import Prediction, link_of, predict
+from jaxpipe.planning.predict import Prediction, exchange_s, link_of, predict
 from jaxpipe.planning.report import assumptions, prediction_text
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.space import suggest
@@ -37,6 +37,7 @@ from jaxpipe.stage.weave.units import collectives
 from jaxpipe.text import mfu_text
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.settings.sections import PipelineConfig, ShardingConfig
+from scripts import plan_experts
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_build")
@@ -399,6 +400,23 @@ def test_collectives_take_what_a_ring_takes() -> None:
     assert p.costs.tp_comm_s[0] == pytest.approx((5 + 4) / 2 * one)  # F: the embedding's, and two of each of two blocks
     assert p.costs.tp_collectives[0] == 5
     assert max(p.timeline.tp_exposed_s) > 0
+
+
+@pytest.mark.parametrize("ep", [8, 16, 64])
+def test_an_all_to_all_leaves_the_node_beside_what_stays(ep: int) -> None:
+    """A device sends 268 MB, as many rows to each of ``ep`` devices: by arithmetic of the script's own."""
+    rows, width = 4096 * 8, 4096
+    seconds = exchange_s(H100, Efficiency(), Exchange("all_to_all", rows * width * 2, ep, ep))
+    assert seconds == pytest.approx(plan_experts.exchange_s(width, 8, ep, 4096), rel=0.01)
+    # a ring passes all of it over its slowest link
+    ring = exchange_s(H100, Efficiency(), Exchange("all_gather", rows * width * 2, ep, ep))
+    assert (ring > 1.1 * seconds) == (ep > 8)
+
+
+def test_devices_of_an_outer_axis_are_further_apart() -> None:
+    near, far = (Exchange("all_gather", 1e9, 2, span) for span in (2, 16))
+    near_s, far_s = (exchange_s(H100, Efficiency(link=1.0), exchange) for exchange in (near, far))
+    assert (near_s, far_s) == pytest.approx((0.5e9 / 450e9 + 4e-6, 0.5e9 / 50e9 + 10e-6))
 
 
 def test_gradients_are_separated_where_it_pays() -> None:

@@ -50,7 +50,7 @@ class UnitCosts:
         """Estimate the seconds of a chunk: arithmetic or memory traffic, whichever is longer."""
         return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
 
-    def collective_s(self, primitive: str, whole_bytes: float, shards: int) -> float:
+    def collective_s(self, primitive: str, whole_bytes: float, shards: float) -> float:
         """Estimate the seconds of a ring over ``shards``; ``whole_bytes``: of the array before a scatter or after a gather. A
         permute is one step of it, with all of the array."""
         # An all-reduce is a reduce-scatter and an all-gather: twice around the ring.

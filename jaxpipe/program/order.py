@@ -22,13 +22,18 @@ always         an instruction waits for the thread to hand it out, and for those
 ``directed``   messages from one process to another run one after another
 ``pair``       messages between two processes, either way (one NCCL communicator a pair)
 ``four``       those of a rank, on four streams in turn (XLA's device-to-device streams on GPUs); matched by order, not number
+``device``     those of a rank to and from other processes, in the order of dispatch: NCCL promises no progress to two
+               operations of a device at a time
 ``gate``       a receive waits for the runs of its rank that were handed out before it: it is given memory that they may still
                use (XLA's allocator on GPUs)
 ``fifo``       the thread waits for each instruction to end before it goes on: the strictest, which covers all others, and a
                transport whose sends or receives block
 =============  ======================================================================================================
 
-Not modelled: collectives between processes within a step, transports that hold up one message for want of memory.
+Not modelled: transports that hold up one message for want of memory, and collectives. On a grid of processes
+(:mod:`jaxpipe.runtime.grid`) these join one instruction in all columns of a row, and messages stay within a column. Where
+columns have the same programs and issue them alike, as they agree before a run, each edge of the grid's graph lies over one of
+a column's, and so would a circle.
 
 The order of messages. Ranks of one process hand arrays over, and a receive stands right before its first reader. Between
 processes that would not do: two ranks that both send before they receive wait for each other, where a message ends only when
@@ -198,13 +203,13 @@ def _times(rank: int, timeline: Timeline) -> dict[Slot, Event]:
     return {a: e for e in events for a in (e.action, *e.action.actions)}
 
 
-Rule = Literal["directed", "pair", "four", "gate", "fifo"]
+Rule = Literal["directed", "pair", "four", "device", "gate", "fifo"]
 Lanes = tuple[Rule, ...]
 """The rules by which a transport makes messages wait, all of them at once: see the table of the module."""
 
 TAGGED: Lanes = ()
 """Messages are matched by number and wait for nothing but their makers (JAX's transfer server)."""
-NATIVE: Lanes = ("pair", "four", "gate")
+NATIVE: Lanes = ("pair", "four", "device", "gate")
 """``jax.device_put`` to devices of another process, on GPUs."""
 STRICT: Lanes = ("fifo",)
 """Whatever a transport may do."""
@@ -383,6 +388,8 @@ def waiting_graph(traffic: Traffic, crossing: Crossing, awaited: Sequence[tuple[
         chain(np.flatnonzero(crosses), src * len(process_of) + dst, 5)
     if "pair" in lanes:
         chain(np.flatnonzero(crosses), np.minimum(src, dst) * len(process_of) + np.maximum(src, dst), 6)
+    if "device" in lanes:
+        chain(np.flatnonzero(crosses), rank, 7)
     # JAX blocks the thread that dispatches one run more than this to a device.
     runs = np.flatnonzero(kind == RUN)
     late = runs[IN_FLIGHT:]

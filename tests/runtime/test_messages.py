@@ -57,7 +57,7 @@ from tests.support.rendezvous import Meeting, left_over
 from tests.support.schedule_strategies import random_schedule, random_valid_schedules
 
 SIZES = [(2, 6), (4, 8), (3, 7), (8, 16), (6, 24)]
-RULES: tuple[Lanes, ...] = (TAGGED, ("directed",), ("pair",), ("four",), NATIVE, STRICT)
+RULES: tuple[Lanes, ...] = (TAGGED, ("directed",), ("pair",), ("four",), ("device",), NATIVE, STRICT)
 OFTEN = ("v-zb", "po-f", "chimera")
 
 

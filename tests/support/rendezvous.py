@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from jaxpipe.program.ir import Free, Message, Program, Recv, Run, Send, Sync, reads, writes
@@ -18,6 +19,8 @@ from jaxpipe.program.ir import Free, Message, Program, Recv, Run, Send, Sync, re
 IN_FLIGHT, STREAMS = 32, 4
 Orders = Mapping[int, Sequence[tuple[int, int]]]
 """(rank, instruction) for each process, in the order in which its thread issues them."""
+Joint = Mapping[tuple[int, int], tuple[Any, int]]
+"""The collective of each (rank, instruction) that is part of one, and how many ranks take part: it ends when all have come."""
 
 
 @dataclass(eq=False)
@@ -36,17 +39,27 @@ class _Job:
 
 @dataclass
 class _Mail:
-    """A message between processes: what each of its sides has started."""
+    """A message between processes, or a collective: what each of its sides has started."""
 
+    size: int = 2
     sides: list[_Job] = field(default_factory=list)
+
+    def is_complete(self) -> bool:
+        return len(self.sides) == self.size
 
 
 def left_over(
-    programs: Sequence[Program], process_of: Sequence[int], rules: Sequence[str], orders: Orders
+    programs: Sequence[Program],
+    process_of: Sequence[int],
+    rules: Sequence[str],
+    orders: Orders,
+    joint: Joint = MappingProxyType({}),
 ) -> list[str]:
-    """Return what never ends; empty if all does."""
+    """Return what never ends; empty if all does. Two rules beside those of messages: ``blocks``, a collective blocks the thread
+    that dispatches it, as small ones do on CPUs; ``device``, messages and collectives of a rank run in order of dispatch, as
+    NCCL wants it."""
     by_rank = {p.rank: p for p in programs}
-    mail: dict[Message, _Mail] = {}
+    mail: dict[Any, _Mail] = {}
     jobs: list[_Job] = []
     queues: dict[Any, deque[Any]] = {}
     arrays: dict[tuple[int, int], Any] = {}  # by rank and slot: the job, or the mail, that fills it
@@ -58,7 +71,7 @@ def left_over(
         return queues.setdefault(key, deque())
 
     def has_ended(thing: Any) -> bool:
-        return len(thing.sides) == 2 and all(s.done for s in thing.sides) if isinstance(thing, _Mail) else thing.done
+        return thing.is_complete() and all(s.done for s in thing.sides) if isinstance(thing, _Mail) else thing.done
 
     def hand_out(process: int, rank: int, at: int) -> bool:
         """False if the thread has to wait."""
@@ -91,14 +104,22 @@ def left_over(
                 job.queues.append(queue("directed", process, process_of[src], process_of[dst]))
             if crosses and "pair" in rules:
                 job.queues.append(queue("pair", process, process_of[peer]))
+            if crosses and "device" in rules:
+                job.queues.append(queue("device", rank))
         else:
             job.queues.append(compute)
+            if (rank, at) in joint:
+                name, size = joint[rank, at]
+                job.letter = mail.setdefault(name, _Mail(size))
+                job.letter.sides.append(job)
+                if "device" in rules:
+                    job.queues.append(queue("device", rank))
             for slot in writes(instruction):
                 arrays[(rank, slot)] = job
         for q in job.queues:
             q.append(job)
         jobs.append(job)
-        if "fifo" in rules or isinstance(instruction, Sync):
+        if "fifo" in rules or isinstance(instruction, Sync) or ("blocks" in rules and (rank, at) in joint):
             blocked[process] = [job]
         return True
 
@@ -119,7 +140,7 @@ def left_over(
                 progress = True
         for job in jobs:
             sides = [job] if job.letter is None else job.letter.sides
-            if not job.done and (job.letter is None or len(sides) == 2) and all(map(side_ready, sides)):
+            if not job.done and (job.letter is None or job.letter.is_complete()) and all(map(side_ready, sides)):
                 for side in {id(s): s for s in sides}.values():
                     end(side)
                 progress = True

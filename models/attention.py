@@ -57,7 +57,7 @@ KEPT = "attn_results"
 
 KERNELS = ("auto", "xla", "cudnn")
 MASKS = ("causal", "document")
-"""What a position of a language model sees: what stands before it, or of that only its own document."""
+"""Say what a position of a language model sees: all that stands before it, or of that only its own document."""
 
 
 def check_attention(what: str, kernel: str, dropout: float = 0.0, mask: str = "causal") -> None:

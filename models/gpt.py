@@ -214,7 +214,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_inner": None,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
 }  # fmt: skip
-"""What an absent key means to transformers."""
+"""Values that transformers takes where a key is absent."""
 _ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",

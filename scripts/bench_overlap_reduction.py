@@ -1,4 +1,4 @@
-"""What it is worth to reduce gradients and gather parameters beside compute, for models of the size of Llama 3: simulated.
+"""Simulate what reducing gradients and gathering parameters beside compute is worth, for models of the size of Llama 3.
 
 python scripts/bench_overlap_reduction.py            # a table on stdout
 python scripts/bench_overlap_reduction.py --write    # into scripts/results/reductions.json, too

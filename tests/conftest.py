@@ -266,7 +266,7 @@ def generated_once() -> Iterator[Callable[[], object]]:
 
 @dataclasses.dataclass
 class _Shared:
-    """What runs of equal models share. Ids are of models that ``models`` holds."""
+    """Holds what runs of equal models share. Ids are of models that ``models`` holds."""
 
     caches: dict[bool, Any]
     """Caches of traces and compiled stages, without and with float64."""

@@ -43,10 +43,10 @@ PARTICIPLES = frozenset(
         "whole",
     ]
 )
-"""What a variable holds is a noun. These say how its value came about, or nothing."""
+"""Names of variables that say how the value came about, or nothing; a noun says what it holds."""
 MOST_PARTICIPLES = 3.0
 """Variables and arguments with such a name, of 1,000 that are bound."""
-FRAGMENT_WORDS = frozenset({"Of", "As", "By", "From", "In", "Where", "That", "With"})
+FRAGMENT_WORDS = frozenset({"Of", "As", "By", "From", "In", "Where", "That", "With", "What"})
 """First words of a docstring that begins in the middle of a sentence."""
 FOLDERS = ("jaxpipe", "models", "scripts", "tests")
 LEAST_COMMENTS = 0.02

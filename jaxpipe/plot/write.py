@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = (".svg", ".png", ".html", ".trace.json", ".json")
-"""What :func:`plot_timelines` can write. ``.trace.json`` and ``.json`` are both the Perfetto (Chrome) trace."""
+"""Endings of files that :func:`plot_timelines` writes. ``.trace.json`` and ``.json`` are both the Perfetto (Chrome) trace."""
 
 
 def check_suffix(path: str | Path) -> str:

@@ -33,7 +33,7 @@ UNIT = 2.0**_BITS
 
 
 _Delta = tuple[int, int, int, int]
-"""What an action changes: bytes at its start, activation units at its start, both at its end, as integers on the grid."""
+"""Changes that an action makes: bytes at its start, activation units at its start, both at its end, as integers on the grid."""
 
 
 def memory_curves(

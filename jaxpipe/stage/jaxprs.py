@@ -69,7 +69,7 @@ from jaxpipe._jax_compat import (
 
 
 class EqnKind(Enum):
-    """What a primitive does with the elements of its operands."""
+    """Says what a primitive does with the elements of its operands."""
 
     PRODUCT = auto()
     """Multiplies two operands and sums: much arithmetic."""
@@ -173,17 +173,17 @@ PRIMITIVES: Mapping[str, Row] = MappingProxyType({name: row for row, names in _R
 
 @cache
 def row_of(name: str) -> Row:
-    """What the primitive of this name does; both halves of an exchange that is started and awaited are that exchange."""
+    """Return the row of the primitive of this name; both halves of an exchange, started and awaited, are that exchange."""
     return PRIMITIVES.get(name.removesuffix("_start").removesuffix("_done"), _UNKNOWN)
 
 
 def row(eqn: JaxprEqn) -> Row:
-    """What an equation's primitive does."""
+    """Return the row of an equation's primitive."""
     return row_of(eqn.primitive.name)
 
 
 def kind(eqn: JaxprEqn) -> EqnKind:
-    """What an equation does with the elements of its operands."""
+    """Return what an equation does with the elements of its operands."""
     return row(eqn).kind
 
 

@@ -1,4 +1,4 @@
-"""What a run writes down about itself: JSONL records, and the numbers that trackers get. Also numbers as people read them.
+"""Write a run's metrics: as JSONL records, to trackers, and as people read them.
 
 :class:`MetricsLog` appends one JSON object a line at once, so a killed run loses nothing but a half-written line; resuming
 drops what lies beyond the checkpoint, so each step is in the file once. Numbers that are not finite are written as null, since
@@ -97,7 +97,7 @@ class _TensorBoard:
 
 
 class _Session:
-    """What wandb and trackio have in common: functions of the run that ``init`` began."""
+    """Logs to wandb or trackio, which both have functions of the run that ``init`` began."""
 
     def __init__(self, package: str, folder: Path, settings: Mapping[str, Any], **options: Any) -> None:
         self._library = importlib.import_module(package)

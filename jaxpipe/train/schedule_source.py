@@ -1,4 +1,4 @@
-"""What ``pipeline.schedule`` asks for, decoded once: stages to cut the model into, and a function from their costs to an order.
+"""Decode ``pipeline.schedule`` once: into stages to cut the model into, and a function from their costs to an order.
 
 A family's name, ``traverse`` (rules), ``towers``, ``module:function``, a schedule file, a schedule by value: :func:`source_of`
 makes one :class:`ScheduleSource` of any of them, and nothing after it asks which it was. Vocabulary-parallel layers wrap the

@@ -1,4 +1,4 @@
-"""Makes what a run needs of its :class:`~jaxpipe.train.config.TrainConfig`: data, model, schedule, pipeline, step."""
+"""Make what a run needs of its :class:`~jaxpipe.train.config.TrainConfig`: data, model, schedule, pipeline, step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Prepared:
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """What checkpoints keep of the code beside it."""
+        """The user's files and JAX settings that checkpoints keep beside the digest."""
         return which_model.provenance(self.config)
 
 

@@ -1,4 +1,4 @@
-"""What a training step takes and gives: its state, before and after the update, and its metrics."""
+"""Hold what a training step takes and gives: its state, before and after the update, and its metrics."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def cause_of(applied: Any, loss: Any, grad_norm: Any, weight: Any) -> Cause | No
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics(Combined):
-    """What is known of a step: its scalars, whether all parameters are ``finite`` after it, and the ``learning_rate``, if the
+    """The results of a step: its scalars, whether all parameters are ``finite`` after it, and the ``learning_rate``, if the
     step knows it. These two are ``updated()``, and wait for an update that was made ahead. ``timeline``: measured, on recorded
     steps, in process 0. ``outputs`` has the host-side timings (and no accumulators)."""
 

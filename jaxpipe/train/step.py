@@ -55,7 +55,7 @@ from jaxpipe.train.update.scalars import StepReduction, TiedLeaves, agrees
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What the update of one stage takes, as shapes on the stage's primary rank. ``params``: parameter buffers that it reads
+    """Memory of the update of one stage, as shapes on the stage's primary rank. ``params``: parameter buffers that it reads
     and replaces; ``master``: masters, and ``new_params``, the parameter buffers that it makes of them; ``grads``: what
     gradients take beside the accumulators once they are reduced. ``divided``: over dp (ZeRO-1). ``twice``: of ``params``, those
     that are there old and new from an update ahead to its commit."""

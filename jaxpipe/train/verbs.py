@@ -1,5 +1,4 @@
-"""What ``jaxpipe import``, ``export``, ``eval`` and ``generate`` do, and the data of ``jaxpipe train``, as Python
-functions.
+"""Call ``jaxpipe import``, ``export``, ``eval`` and ``generate``, and the data of ``jaxpipe train``, from Python.
 
 They work on what :meth:`jaxpipe.Trainer.save` writes as on runs of ``jaxpipe train``. :file:`GUIDE.md` beside this file has a
 script that uses each.

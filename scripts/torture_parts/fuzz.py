@@ -141,7 +141,7 @@ _LAST: Mapping[str, tuple[str, ...]] = {
     "best": ("--ranks", "2", "--microbatches", "2"),
     "compare": ("--ranks", "2", "--microbatches", "3"),
 }
-"""What comes after random flags, so that verbs end soon: of a flag given twice the last counts, and both are read."""
+"""Flags put after random ones, so that verbs end soon: of a flag given twice the last counts, and both are read."""
 
 
 def inputs(bench: Bench) -> Iterator[Case]:

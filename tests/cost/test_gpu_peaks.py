@@ -68,7 +68,7 @@ def peaks(hidden: int, families: list[str]) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize(("hidden", "families"), [(4096, ["po", "po-h", "po-f"]), (8192, ["po"])])
 def test_predicted_peaks_are_those_of_a_card(hidden: int, families: list[str]) -> None:
-    """What lacked were rests of chunks, and what a recorder keeps that waits for receives. Attention is XLA's here and was
+    """Predictions lacked rests of chunks, and what a recorder keeps that waits for receives. Attention is XLA's here, and was
     cuDNN's, which keeps half a megabyte more: with it the ratios are 0.994 to 1.020, and were 0.934 to 0.982."""
     ratios = peaks(hidden, families)
     assert set(ratios) == set(families)

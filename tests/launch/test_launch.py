@@ -39,7 +39,7 @@ processes = ProcessGroup(find_peers((None, None, None)), 600)
 mine = processes.mine
 processes.barrier("all here")
 """
-"""What every launched process begins with."""
+"""The code that every launched process begins with."""
 SMALL = ["model.options.d_model=16", "model.options.num_layers=2", "model.options.num_heads=2", "data.seq_len=8"]
 
 

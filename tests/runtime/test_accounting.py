@@ -104,7 +104,7 @@ PLACEMENTS = {
     "alone": circular(1, 3),
 }
 DEFAULT = [("bfloat16", "one"), ("carry", "v"), ("cheap", "both ways"), ("parameters", "one")]
-"""What the default run compiles; the soak takes every pair."""
+"""Pairs that the default run compiles; the soak takes every pair."""
 
 
 WITH_EMBEDDING = [(0, 2), (2, 3), (3, 4), (4, 5)]

@@ -32,7 +32,7 @@ from tests.support.train_runs import config, deterministic, final, settings, wri
 from tests.train.test_replan import serial
 
 SHARED = ("mean loss", "norm", "held out")
-"""What every process knows."""
+"""Names of the digests that every process has."""
 
 
 def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:

@@ -22,7 +22,7 @@ from tests.runtime.test_processes import run_in_threads
 from tests.support.pipelines import pipeline_for
 
 Calls = list[tuple[Any, ...]]
-"""What one process sends: shape, dtype, source and destination of each array."""
+"""The arrays that one process sends: shape, dtype, source and destination of each array."""
 
 
 @pytest.fixture

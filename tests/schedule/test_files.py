@@ -94,7 +94,7 @@ DUAL_PIPE_V = """\
 0SEND_F2,3SEND_B1,3RECV_F2,0B0,3F2,3B2,0B1,0B2,0REDUCE_GRAD,3REDUCE_GRAD,0RESHARD,3RESHARD\r
 1RECV_F0,1F0,2F0,1F1,2F1,2B0,1B0,1SEND_B0,1F2,2F2,2B1,1B1,2B2,1B2\r
 """
-"""What PyTorch's ``_dump_csv`` writes by default, as ``_Action.__repr__`` prints it (a small schedule in DualPipeV's style)."""
+"""A file of PyTorch's ``_dump_csv`` by default, as ``_Action.__repr__`` prints it: a small schedule in DualPipeV's style."""
 
 
 def test_csv_with_communication_is_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ OUTPUTS = {
     "search_order": r"best family .*solver: .* below\).*wrote",
     "train_and_go_on": r"2 ranks, zb-h1: step 20, .*1 rank, 1f1b: step 40, .*held out: [\d.]+\n",
 }
-"""What each prints, as a pattern over all lines."""
+"""The output of each example, as a pattern over all lines."""
 
 
 def test_every_example_has_a_row() -> None:

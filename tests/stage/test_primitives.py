@@ -15,7 +15,7 @@ from jaxpipe.stage.jaxprs import PRIMITIVES, EqnKind, has_body, is_cheap, is_pro
 from jaxpipe.stage.weave.units import is_heavy
 
 NO_EXCHANGE = {"axis_index", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"}
-"""What stands beside the collectives in JAX's source and moves nothing: an index, and casts of types."""
+"""Primitives beside the collectives in JAX's source that move nothing: an index, and casts of types."""
 
 
 def equation(function: Any, *args: Any) -> JaxprEqn:

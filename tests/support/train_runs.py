@@ -28,7 +28,7 @@ from tests.support.forks import start_python
 
 STEPS = 20
 MEASURED = {"tokens_per_s", "step_s", "bubble_measured", "replay_ratio"}
-"""What differs between two runs of one config; of several processes ``clock_error_s``, too."""
+"""Figures that differ between two runs of one config; of several processes ``clock_error_s``, too."""
 _CHILD = (
     "import sys; from jaxpipe.cli import main; from jaxpipe.train.run import run_directory; "
     "from tests.support import small_programs as small; small.collect_seldom(); small.share_context(); "

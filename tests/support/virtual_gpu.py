@@ -38,7 +38,7 @@ IN_FLIGHT, STREAMS = 32, 4
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a card took (``scripts/results/gpu-h200.json``): seconds of F, B, W and of a copy,
+    """Times of a card (``scripts/results/gpu-h200.json``): seconds of F, B, W and of a copy,
     and by family steps of rank 1 of 4 alone with eight microbatches."""
 
     f_s: float

@@ -74,7 +74,7 @@ class Family:
 
 
 TABLE: dict[str, Family] = {}
-"""What :data:`FAMILIES` and :data:`VOCABULARY_FAMILIES` show."""
+"""All registered families by name; :data:`FAMILIES` and :data:`VOCABULARY_FAMILIES` are views of it."""
 
 
 def _load_others() -> None:

@@ -217,7 +217,7 @@ DOMINATING: Recipes = (
     ("free transfers", Rule(w_gap=0.5, reserve=True)),
     ("real", Rule(forward=False, backward=False, w_gap=0.25)),
 )
-"""What :func:`improve_order` tries. Found by greedy selection from 170 recipes over the authors' 224 tables of GIS and PO
+"""Recipes that :func:`improve_order` tries, found by greedy selection from 170 over the authors' 224 tables of GIS and PO
 with p <= 8, 150 random problems of these and 200 of basic units, looped, DualPipe-V and interleaved orders. They shorten the
 known orders by 6.3%, 5.2% and 5.6% on average, all 170 by 6.5%, 5.4% and 5.7%; starting the best of what has arrived near the
 order, within its memory, gave 4.7% of the last."""

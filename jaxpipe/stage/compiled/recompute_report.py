@@ -1,4 +1,4 @@
-"""What each recompute policy saves and costs on the stages at hand, and the cheapest one that fits.
+"""Compare what recompute policies save and cost on the stages at hand.
 
 Everything is read off traced programs: nothing is compiled or run, so stages of any size can be compared on any machine. FLOPs
 count elementwise work too (:mod:`jaxpipe.stage.jaxprs`), or ``cheap`` would seem to cost nothing.

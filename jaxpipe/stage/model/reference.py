@@ -36,7 +36,7 @@ from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, check_
 from jaxpipe.stage.model.params import with_tied_leaves
 
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
-"""What besides arrays may go from layer to layer."""
+"""Types of the values that may go from layer to layer besides arrays."""
 _MOST_KNOWN = 20  # names in a message
 _OURS = "jaxpipe.models"
 
@@ -298,7 +298,7 @@ def _results(
     key: jax.Array | None,
     train: bool,
 ) -> list[Any]:
-    """What the layers at ``positions`` return; runs those that they need and holds no result longer than that."""
+    """Return the results of the layers at ``positions``; run those that they need, and hold no result longer than that."""
     last_reader = last_readers(model, positions)
     results = run_layers(model, last_reader, last_reader, {}, params, batch, key, train)
     return [results[i] for i in positions]

@@ -53,7 +53,7 @@ Saveable = Callable[[Var], bool]
 
 
 class Level(IntEnum):
-    """What a value depends on, at most: parameters and constants; inputs of the microbatch; cotangents."""
+    """Names the latest that a value depends on: parameters and constants; inputs of the microbatch; cotangents."""
 
     FIXED = 0
     FORWARD = 1
@@ -211,7 +211,7 @@ class FlowNetwork:
 
 
 VALUE_BYTES = 4096
-"""What passing one more value counts, besides its size: about 1 µs of host time."""
+"""The bytes that passing one more value counts as, besides its size: about 1 µs of host time."""
 
 
 def cheapest_moves(

@@ -1,4 +1,4 @@
-"""What lies on disk: one checkpoint's files, the directory of them, and what several processes do with both."""
+"""Write checkpoints and read them: one checkpoint's files, the directory of them, and several processes at both."""
 
 from jaxpipe.lazy import exported
 

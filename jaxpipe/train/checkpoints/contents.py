@@ -53,7 +53,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What ``checkpoint.json`` says. ``layers`` and ``leaves`` are by group: "params", "optimizer", perhaps "extra".
+    """The content of ``checkpoint.json``. ``layers`` and ``leaves`` are by group: "params", "optimizer", perhaps "extra".
 
     ``eval_loss`` is finite or None. ``version``: of the jaxpipe that wrote it.
     """

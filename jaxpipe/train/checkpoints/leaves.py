@@ -54,7 +54,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one part of a checkpoint has of a leaf: the elements in ``ranges``, range after range, or all where there are none.
+    """The share of a leaf in one part of a checkpoint: the elements in ``ranges``, one after another; all if there are none.
 
     ``part``: the number of the process that has written it, None if there was one. ``sha256``: of its bytes, as stored.
     """
@@ -109,7 +109,7 @@ class Leaf:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the pieces, empty if each element is in one of them and in no other."""
+        """A line about the pieces that do not fit together; empty if each element is in one of them and in no other."""
         ranges = [span for piece in self.pieces for span in piece.ranges or ((0, self.size),)]
         end = 0
         for start, stop in (*sorted(ranges), (self.size, self.size)):

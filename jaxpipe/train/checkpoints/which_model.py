@@ -46,7 +46,7 @@ def stored_params(model: Model, master: Any = jnp.float32) -> dict[str, Any]:
 
 
 class Likeness(Enum):
-    """What a model here does, compared with the model of a checkpoint when that was saved."""
+    """Says how a model here compares with the model of a checkpoint when that was saved."""
 
     SAME = "computes the same as"
     TRAINS_OTHERWISE = "has another gradient, or does something else in training, than"

@@ -59,7 +59,7 @@ _CHECKED_PIECES = 64
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """What one piece of a store holds: how many documents and tokens, and the SHA-256 of its ids, its documents' lengths as
+    """Describes one piece of a store: how many documents and tokens it has, the SHA-256 of its ids, its documents' lengths as
     int64, and its answers; and that of its sizes."""
 
     documents: int

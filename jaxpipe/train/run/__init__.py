@@ -1,4 +1,4 @@
-"""What goes on around the steps of a run: its directory, progress, saving, resuming, ending."""
+"""Surround the steps of a run: its directory, progress, saving, resuming, ending."""
 
 from jaxpipe.lazy import exported
 

@@ -1,6 +1,6 @@
-"""What the processes of a run must have in common: versions, settings, those of JAX too, devices, data, the code of the model
-and a run directory that all see, before any of them changes something; then the batches of steps that are recorded. What
-differs is said by all in one line, which names the process and the setting.
+"""Check that the processes of a run agree: on versions, settings, those of JAX too, devices, data, the code of the model and a
+run directory that all see, before any of them changes something; then on the batches of steps that are recorded. What differs
+is said by all in one line, which names the process and the setting.
 
 Importing this imports no JAX. In one process nothing is looked at.
 """

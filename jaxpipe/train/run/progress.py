@@ -1,4 +1,4 @@
-"""What a run says to people while it goes: plain lines and one live line, on a stream that may die without ending anything.
+"""Tell people how a run goes: plain lines and one live line, on a stream that may die without ending anything.
 
 The reader of a pipe ends, a terminal is closed, a disk is full: none of that matters as much as the run. :class:`LiveLine`
 refreshes one line on a terminal and prints plain lines elsewhere.
@@ -137,7 +137,7 @@ class LiveLine:
         self._out.print(text)
 
     def restart_clock(self) -> None:
-        """What took time since the last update (an evaluation, a save) was no step."""
+        """Leave out the time since the last update (an evaluation, a save): it was no step."""
         self._last_s = self._clock()
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ def measurement_json(measured: StageMeasurements) -> dict[str, Any]:
 
 
 CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures", TOKENIZER)
-"""What a run writes beside ``checkpoints``, ``profile`` and what trackers write, and would overwrite."""
+"""Names that a run writes beside ``checkpoints``, ``profile`` and what trackers write, and would overwrite."""
 PICTURES = ("timeline.svg", "timeline.png", "timeline.html", "timeline.trace.json")
 _MARK = "# Written by jaxpipe train: the settings of the run in this directory."
 """The first line of ``config.toml``."""
@@ -245,7 +245,7 @@ class RunDirectory:
         self._lock.close()
 
     def write_plan(self, config: TrainConfig, plan: StagePlan, schedule: Schedule) -> None:
-        """What the run is about to do, for people and tools.
+        """Write what the run is about to do, for people and tools.
 
         Raises:
             ScheduleError: a file can't be written.

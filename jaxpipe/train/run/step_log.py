@@ -1,5 +1,4 @@
-"""What a run keeps account of after each step: pace, records, figures of its result, steps that changed nothing, slow
-processes, a trace.
+"""Keep account of a run's steps: pace, records, figures of its result, steps that changed nothing, slow processes, a trace.
 
 Steps whose gradient was not finite, or whose weights were negative, count: too many in a row end a run (``run.max_skipped``).
 Those whose batch has no target do not.
@@ -162,8 +161,8 @@ class Skipping:
         self.steps = self.row = self.empty = self._first = 0
 
     def judge(self, step: int, *, cause: Cause | None, finite: bool) -> None:
-        """What ``step`` means for the run: why its update was not applied, if so, and whether all parameters are ``finite``
-        after it.
+        """Count ``step``, or end the run by it. ``cause``: why its update was not applied, if so; ``finite``: whether all
+        parameters are, after it.
 
         Raises:
             NotFiniteError: the run ends by it.

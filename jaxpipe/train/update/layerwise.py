@@ -56,7 +56,7 @@ from jaxpipe.train.update.optimizer import functions_of
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a value depends on: ``mask``, a bit for each kind of source; ``origin``, where several came together first."""
+    """The sources that a value depends on: ``mask``, a bit for each kind; ``origin``, where several came together first."""
 
     mask: int = 0
     origin: JaxprEqn | None = None

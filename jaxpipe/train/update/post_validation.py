@@ -84,7 +84,7 @@ class PostValidation:
 
     @property
     def remark(self) -> str:
-        """What has come of it, in a few words."""
+        """A few words on how early updates went, empty where all were kept."""
         if self.mode == "off" and self.steps_to_compare < COMPARED_STEPS:
             return "no post-validation: bits differ"
         return f"{self.rollbacks} rollback{'s' * (self.rollbacks > 1)}" if self.rollbacks else ""

@@ -1,4 +1,4 @@
-"""What a step exchanges between ranks outside the pipeline: its scalars, and leaves that two stages use.
+"""Exchange between ranks what a step needs outside the pipeline: its scalars, and leaves that two stages use.
 
 Scalars of all ranks become one loss, norm and factor, and whether all is finite. One rank computes them, the *hub*, always
 by the same functions of the same numbers, so that their bits do not depend on how ranks are divided between processes. Nothing

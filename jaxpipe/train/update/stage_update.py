@@ -610,7 +610,7 @@ class StageOptimizer:
 
     @property
     def avals(self) -> Any:
-        """What the rank holds."""
+        """The shapes of the optimizer's state as the rank holds it."""
         return self._tree(
             self.shards.same_aval(leaf.aval) if slot is None else self.shards.leaf_aval(leaf.aval, slot)
             for leaf, slot in zip(self.leaves, self.slots, strict=True)

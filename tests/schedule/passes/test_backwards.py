@@ -19,7 +19,7 @@ def weight_orders(schedule: Schedule) -> dict[int, list[int]]:
 
 
 def test_a_backward_fused_in_front_of_a_waiting_w_keeps_the_order_when_split() -> None:
-    """What the exact model may answer: BW of microbatch 2 stands before W of microbatch 1."""
+    """The exact model may answer so: BW of microbatch 2 stands before W of microbatch 1."""
     gpipe = split_backwards(generate("gpipe", 1, 4))
     head = str(gpipe).partition("rank 0:")[0]
     fused = parse_schedule(f"{head}rank 0: F0.0 F0.1 F0.2 F0.3 B0.0 W0.0 B0.1 BW0.2 W0.1 BW0.3\n")

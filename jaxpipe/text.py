@@ -28,6 +28,12 @@ def divisors_of(number: int) -> list[int]:
     return sorted({d for k in range(1, math.isqrt(number) + 1) if number % k == 0 for d in (k, number // k)})
 
 
+def nearest_divisors(number: int, target: int) -> str:
+    """Return the two divisors of ``number`` nearest to ``target``, such as ``4 or 8``."""
+    nearest = sorted(divisors_of(number), key=lambda d: abs(d - target))[:2]
+    return " or ".join(map(str, sorted(nearest)))
+
+
 def truncate(text: str, most: int) -> str:
     """Return ``text``, or its first ``most`` - 1 characters and …."""
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"

@@ -50,7 +50,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "_jax_compat": frozenset(),
     "schedule": frozenset({"errors", "lazy", "text", "files", "dump"}),
     "search": frozenset({"schedule", "errors", "lazy", "text", "files", "dump"}),
-    "axes": frozenset({"errors"}),
+    "axes": frozenset({"errors", "text"}),
     "mesh": frozenset({"axes", "errors"}),
     "context_parallel": frozenset({"axes", "_jax_compat", "errors"}),
     "tensor_parallel": frozenset({"axes", "context_parallel", "_jax_compat", "errors"}),

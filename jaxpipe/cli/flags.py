@@ -230,6 +230,7 @@ _FLAGS = {
     "tp": ("pipeline.tp", "tensor-parallel devices of each rank"),
     "cp": ("pipeline.cp", "devices of each rank that share each sequence"),
     "dp": ("pipeline.dp", "data-parallel devices of each rank"),
+    "ep": ("pipeline.ep", "devices of those of dp that share the experts of a layer"),
 }
 AUTO = "auto"
 """The value of ``--dp`` that stands for as many as there are devices for."""

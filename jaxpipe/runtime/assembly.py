@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe.axes import DATA, ONE_SHARD, RankMesh, rank_mesh
 from jaxpipe.context_parallel import joined_shards, laid_out, shard_avals
 from jaxpipe.cost.profile import analytic_profile
-from jaxpipe.errors import CheckpointError, ProgramError, StageError
+from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, StageError
 from jaxpipe.mesh import part_of, pipeline_submeshes, replicated, spanning_options, spec_of, with_several
 from jaxpipe.runtime.batches import (
     Batch,
@@ -56,7 +56,7 @@ from jaxpipe.stage.functions import Metrics, Port, StageFunction, StageFunctions
 from jaxpipe.stage.instructions import with_instructions
 from jaxpipe.stage.jaxprs import array_leaves, fill
 from jaxpipe.stage.model.layer import Layer, Model, Params, Path, check_dtype, taken_by
-from jaxpipe.stage.model.params import ParamLayout, compute_avals, stage_params
+from jaxpipe.stage.model.params import ParamLayout, compute_avals, stage_params, undivided_axes
 from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut, loss_factor
 from jaxpipe.stage.model.reference import combined, model_output, read_by, weights_of
 from jaxpipe.stage.split.policies import STANDARD
@@ -215,6 +215,8 @@ class Assembly:
         """
         mesh = rank_mesh(tp, dp=dp)
         check_microbatch(microbatch_size, mesh.dp)
+        if idle_axes := undivided_axes(model.layers, mesh):
+            raise ConfigError(f"{mesh}: no layer of {model.name} is divided along {idle_axes[0]}; use {idle_axes[0]} 1")
         compute = check_dtype("dtype", compute_dtype)
         boundaries = _cut(model, placement, boundaries, microbatch_size // mesh.dp)
         processes = SingleProcess() if processes is None else processes

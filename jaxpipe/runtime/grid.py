@@ -153,9 +153,10 @@ def sum_over(array: jax.Array, axes: Sequence[str], mesh: AnyMesh) -> jax.Array:
     return total
 
 
-def scatter_sum(rows: jax.Array, axis: str) -> jax.Array:
-    """Return the sum of the devices' row for this device, added in the order of the devices. ``rows``: one for each of them."""
-    total: jax.Array = sum_in_order(jax.lax.all_to_all(rows, axis, 0, 0))
+def scatter_sum(rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the sum of the row for this device that the devices along ``axes`` have, added in their order. ``rows``: one for
+    each of them."""
+    total: jax.Array = sum_in_order(jax.lax.all_to_all(rows, axes, 0, 0))
     return total
 
 

@@ -20,11 +20,12 @@ from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from jaxpipe.axes import WITHIN, within_problem
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule import read_schedule
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.files import SUFFIXES
-from jaxpipe.text import aligned, divisors_of
+from jaxpipe.text import aligned, divisors_of, nearest_divisors
 from jaxpipe.train.schedule_source import joint_problem, rules_of, towers_of
 from jaxpipe.train.settings import typed
 from jaxpipe.train.settings.sections import (
@@ -347,17 +348,20 @@ def _batch(config: Sections) -> Iterator[str]:
     below = batch // step * step
     ways = ["run.batch=" + " or ".join(str(x) for x in (below, below + step) if x > 0)]
     if batch % dp == 0:
-        ways.append("pipeline.microbatches=" + _nearest_divisors(batch // dp, microbatches))
+        ways.append("pipeline.microbatches=" + nearest_divisors(batch // dp, microbatches))
     if batch % microbatches == 0:
-        ways.append("pipeline.dp=" + _nearest_divisors(batch // microbatches, dp))
+        ways.append("pipeline.dp=" + nearest_divisors(batch // microbatches, dp))
     parts = f"pipeline.microbatches={microbatches}" + (f" × pipeline.dp={dp}" if dp > 1 else "")
     yield f"run.batch={batch} is not divisible by {parts}: use {', or '.join(ways)}"
 
 
-def _nearest_divisors(number: int, target: int) -> str:
-    """Return the two divisors of ``number`` nearest to ``target``, such as ``4 or 8``."""
-    nearest = sorted(divisors_of(number), key=lambda d: abs(d - target))[:2]
-    return " or ".join(map(str, sorted(nearest)))
+@_about(*(f"pipeline.{axis}" for pair in WITHIN.items() for axis in pair))
+def _axes_within(config: Sections) -> Iterator[str]:
+    """An axis has as many devices as divide those of the axis that it is within."""
+    for axis, other in WITHIN.items():
+        size, other_size = (getattr(config.pipeline, name) for name in (axis, other))
+        if other_size % size:
+            yield within_problem(axis, size, other_size, "pipeline.")
 
 
 @_about("pipeline.sharding.sequence_parallel", "data.seq_len", "pipeline.tp")
@@ -369,7 +373,7 @@ def _sequence(config: Sections) -> Iterator[str]:
         lengths = " or ".join(str(x) for x in (below, below + tp) if x > 0)
         yield (
             f"pipeline.sequence_parallel=true splits data.seq_len={length} over pipeline.tp={tp}, which does not divide it: "
-            f"use data.seq_len={lengths}, or pipeline.tp={_nearest_divisors(length, tp)}"
+            f"use data.seq_len={lengths}, or pipeline.tp={nearest_divisors(length, tp)}"
         )
 
 
@@ -519,8 +523,8 @@ def _devices(config: Sections) -> Iterator[str]:
     devices, pipe = config.run.machine.devices, config.pipeline
     need = pipe.num_devices
     if 0 < devices < need:
-        sizes = {"ranks": pipe.ranks, **pipe.mesh.sizes}
-        product = " × ".join(f"pipeline.{axis}={n}" for axis, n in sizes.items() if n > 1)
+        sizes = {key: attrgetter(key)(config) for key in DEVICE_KEYS}
+        product = " × ".join(f"{key}={n}" for key, n in sizes.items() if n > 1)
         product = f"the {need} of {product}" if need > pipe.ranks else f"pipeline.ranks={need}"
         yield f"run.devices={devices} is fewer than {product}: use at least {need}, or 0 for as many as needed"
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxpipe.axes import DP, ONE_SHARD, TP, RankMesh
+from jaxpipe.axes import DP, ONE_SHARD, TP, WITHIN, RankMesh
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError, short_message
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
@@ -300,7 +300,7 @@ def find_devices(
 def _factorings(count: int, mesh: RankMesh) -> str:
     """Advice: the ways to use all of ``count`` devices, those with this ``tp`` first; at most four. With the other axes as they
     are where that divides the devices, and without them where not."""
-    others = {axis: size for axis, size in mesh.sizes.items() if axis not in (DP, TP) and size > 1}
+    others = {axis: size for axis, size in mesh.settings.items() if axis not in (DP, TP, *WITHIN) and size > 1}
     if count % math.prod(others.values()):
         others = dict.fromkeys(others, 1)
     each = count // math.prod(others.values())

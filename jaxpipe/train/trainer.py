@@ -88,8 +88,9 @@ class Trainer(Closing):
         learning_rate: of ``optimizer``, a number or a schedule of the step; only reported, as
             :attr:`StepMetrics.learning_rate`. That of ``optax.inject_hyperparams`` needs no telling.
         ema: decay of an exponential moving average of the parameters, kept with the optimizer's state; None for none.
-        dp, cp, tp, zero1: devices of each rank that share a microbatch's sequences, each sequence's positions, and its layers'
-            work (``tp`` may be a whole :class:`~jaxpipe.axes.RankMesh`); divide the optimizer's state and update over dp.
+        dp, ep, cp, tp, zero1: devices of each rank that share a microbatch's sequences, those of them that share a layer's
+            experts, devices that share each sequence's positions, and its layers' work (``tp`` may be a whole
+            :class:`~jaxpipe.axes.RankMesh`); divide the optimizer's state and update over dp.
         cp_method: how attention is computed where positions are divided (:data:`jaxpipe.axes.CP_METHODS`).
         reduction: how gradients are added over the devices of a rank: ``"ordered"``, the same bits however these lie in
             processes; or ``"fast"``, as XLA adds them.
@@ -144,6 +145,7 @@ class Trainer(Closing):
         ema: float | None = None,
         dp: int = 1,
         cp: int = 1,
+        ep: int = 1,
         cp_method: str = "gather",
         tp: int | RankMesh = 1,
         zero1: bool = False,
@@ -172,13 +174,8 @@ class Trainer(Closing):
             )
         sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
         explicit_sizes = {name: n for name, n in sizes.items() if n is not None}
-        for name, value in {
-            "microbatch_size": microbatch_size,
-            "dp": dp,
-            "cp": cp,
-            "keep_last": keep_last,
-            **explicit_sizes,
-        }.items():
+        counts = {"microbatch_size": microbatch_size, "dp": dp, "ep": ep, "cp": cp, "keep_last": keep_last}
+        for name, value in {**counts, **explicit_sizes}.items():
             _whole(name, value)
         for name, value in {"seed": seed, "keep_best": keep_best, "columns": columns}.items():
             _whole(name, value, least=0)
@@ -192,13 +189,13 @@ class Trainer(Closing):
         source = model
         if trainable is not None or float32 is not None:
             model = with_leaf_rules(model, trainable=trainable, float32=float32)
-        mesh = rank_mesh(tp, dp=dp, cp=cp)
+        mesh = rank_mesh(tp, dp=dp, ep=ep, cp=cp)
         mesh = mesh if cp == 1 else replace(mesh, cp_method=cp_method)
         schedule_value = _given_schedule(schedule)
         all_sizes = _sizes(schedule, schedule_value, explicit_sizes)
         pipe = PipelineConfig(
             ranks=all_sizes["ranks"],
-            **cast("Any", mesh.sizes),
+            **cast("Any", mesh.settings),
             microbatches=all_sizes["microbatches"],
             chunks=all_sizes["chunks"],
             schedule=str(schedule) if schedule_value is None else "",

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, shape_of, variables
-from jaxpipe.axes import ONE_SHARD, ROWS, RankMesh, exchanging
+from jaxpipe.axes import ONE_SHARD, RankMesh, exchanging
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import AnyMesh, spanning_options, spec_of, varies_beside_data, with_several
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
@@ -102,7 +102,7 @@ def build_stage_functions(
         StageError: parameters, batch arrays or boundary values don't fit, a layer fails, or it can't be split.
         ConfigError: a layer can't be divided over so many shards.
     """
-    assert dict(mesh.shape) | dict.fromkeys(ROWS, 1) == tp.one_row.sizes, f"a submesh of {dict(mesh.shape)} for {tp}"
+    assert tp.resized(mesh.shape).one_replica == tp.one_replica, f"a submesh of {dict(mesh.shape)} for {tp}"
     cache = cache if cache is not None else BuildCache()
     layout = ParamLayout.build(layers, stage_params(layers, param_avals), tp=tp)
     data = _data_read(layers, data_avals, stage)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.axes import BUFFER_AXES, ONE_SHARD, BufferAxes, BufferKind, RankMesh
+from jaxpipe.axes import BUFFER_AXES, ONE_SHARD, WITHIN, BufferAxes, BufferKind, RankMesh
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.stage.model.layer import Layer, Params, Path, Shard, every_init_avals
 
@@ -359,7 +359,10 @@ def _sharding(layers: Sequence[Layer], tp: RankMesh) -> dict[Place, _Lie]:
         return {}
     lie: dict[Place, _Lie] = {}
     for layer in layers:
-        # Silence would be wrong: a layer that sums nothing over tp would train on its shard's part alone.
+        # Silence would be wrong: a layer that sums nothing over tp would train on its shard's part alone. Devices that have
+        # other rows need nothing of a layer.
+        if layer.shards is None and not tp.one_row.divides_parameters:
+            continue
         if layer.shards is None:
             raise StageError(
                 f"layer {layer.name!r} has no tensor-parallel form (Layer.shards is None); use tp=1, or write it with "
@@ -367,6 +370,12 @@ def _sharding(layers: Sequence[Layer], tp: RankMesh) -> dict[Place, _Lie]:
             )
         lie |= {(layer.name, tuple(path)): _lie_of(shard) for path, shard in layer.shards(tp).items()}
     return {place: (kind, axis) for place, (kind, axis) in lie.items() if axis is None or tp.parts(kind) > 1}
+
+
+def undivided_axes(layers: Iterable[Layer], mesh: RankMesh) -> list[str]:
+    """Return the axes within others, of several devices, along which no layer divides a parameter."""
+    kinds = {_lie_of(shard)[0] for layer in layers if layer.shards is not None for shard in layer.shards(mesh).values()}
+    return [axis for axis in WITHIN if mesh.sizes[axis] > 1 and not any(axis in BUFFER_AXES[k].divided for k in kinds)]
 
 
 def _lie_of(shard: Shard) -> _Lie:

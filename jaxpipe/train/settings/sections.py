@@ -10,13 +10,14 @@ the table may be left out, or that of its section: ``run.keep_last`` and ``outpu
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
 
-from jaxpipe.axes import AXES, RankMesh
+from jaxpipe.axes import AXES, WITHIN, RankMesh
 from jaxpipe.files import not_url
 from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
@@ -28,7 +29,7 @@ _SCHEDULE_FILES = (".sched", ".json", ".csv")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
-DEVICE_KEYS = ("pipeline.ranks", *(f"pipeline.{axis}" for axis in AXES))
+DEVICE_KEYS = ("pipeline.ranks", *(f"pipeline.{axis}" for axis in AXES if axis not in WITHIN))
 """The settings whose product is the number of devices."""
 AXIS_FLAGS = ", ".join(f"--{axis}" for axis in AXES)
 
@@ -250,6 +251,8 @@ class PipelineConfig(Section):
     cp: Annotated[int, within(1, 65536)] = 1
     #: Data parallelism: devices that share each microbatch's sequences.
     dp: Annotated[int, within(1, 65536)] = 1
+    #: Expert parallelism: devices of those of ``dp`` among which the experts of a layer are divided.
+    ep: Annotated[int, within(1, 65536)] = 1
     #: Microbatches m per step.
     microbatches: _Count = 8
     #: Stages v per rank; by default the family's number.
@@ -281,7 +284,7 @@ class PipelineConfig(Section):
     @property
     def num_devices(self) -> int:
         """The devices of all ranks."""
-        return self.ranks * self.mesh.num_devices
+        return math.prod(getattr(self, key.removeprefix("pipeline.")) for key in DEVICE_KEYS)
 
     @property
     def mesh(self) -> RankMesh:

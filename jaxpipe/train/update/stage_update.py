@@ -1,25 +1,25 @@
 """The update of one stage on the devices of its rank: how its state lies there, the reduction before it, the optimizer's part.
 
-Masters, reduced gradients and optimizer state of a stage lie on a rank's ``dp × cp × tp`` devices, the same along cp. Without
-ZeRO-1 each device holds what it computes with: its shard of each leaf, the same on all ``dp``. Optimizer state is an
-array of each leaf's whole shape, split along the leaf's own axis; a leaf that is like no divided parameter is whole on each
-device.
+Masters, reduced gradients and optimizer state of a stage lie on a rank's devices, the same along cp. Without ZeRO-1 each device
+holds what it computes with: its shard of each leaf, the same on all that only have other rows. Optimizer state is an array of
+each leaf's whole shape, split along the leaf's own axis; a leaf that is like no divided parameter is whole on each device.
 
-With ZeRO-1 (Rajbhandari et al. 2020, stage 1) over ``dp`` devices, each holds a *chunk* of every leaf of its shard: the leaf
-flattened, padded with zeros to a multiple of dp and cut in dp pieces ``[k, 1, …]`` of as many axes as the leaf has (so that
-what an optimizer decides by ``ndim``, such as weight decay, stays as it is; a scalar becomes ``[1]``). A *bucket* ``[K]`` is
-the chunks of a buffer one after another: one collective moves it. Leaves tied to another stage's and those that are not trained
-are in no bucket: their owner's stage updates the first, nothing the second. A device updates its chunks, and the new parameters
-are gathered in the dtype that is computed with.
+With ZeRO-1 (Rajbhandari et al. 2020, stage 1) each device holds a *chunk* of every leaf of its shard, cut over the *row
+devices* of the buffer: those that share a microbatch's rows, but for those along which the buffer is divided already (all
+``dp``; for experts ``dp / ep``). The leaf is flattened, padded with zeros to a multiple of their number n and cut in n pieces
+``[k, 1, …]`` of as many axes as the leaf has (so that what an optimizer decides by ``ndim``, such as weight decay, stays as it
+is; a scalar becomes ``[1]``). A *bucket* ``[K]`` is the chunks of a buffer one after another: one collective moves it. Leaves
+tied to another stage's and those that are not trained are in no bucket: their owner's stage updates the first, nothing the
+second. A device updates its chunks, and the new parameters are gathered in the dtype that is computed with.
 
 A trained buffer that is computed with in a narrower dtype than ``master`` has a *master* beside it, which the update changes
 and casts (with ZeRO-1 a bucket, which stays in chunks); other buffers are updated themselves.
 
 F, B and W add to each device's own accumulators and sum nothing over ``dp`` or ``cp``. After the pipeline each parameter is
 reduced once: over both, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``). With
-ZeRO-1 a device gets its bucket of the sum over ``dp``, which is then summed over the other axes, and after the update an
-all-gather a bucket. Sums are in the order of the devices (:mod:`jaxpipe.runtime.grid`), so that their bits do not depend on how
-these lie in processes; or, with ``ordered=False``, as XLA's all-reduce and reduce-scatter make them, one all-reduce for all
+ZeRO-1 a device gets its bucket of the sum over the row devices, which is then summed over the other axes, and after the update
+an all-gather a bucket. Sums are in the order of the devices (:mod:`jaxpipe.runtime.grid`), so that their bits do not depend on
+how these lie in processes; or, with ``ordered=False``, as XLA's all-reduce and reduce-scatter make them, one all-reduce for all
 buffers that want the same axes. Copies of tied leaves are left out: they have been added to their owner's accumulator. A
 stage's reduction depends on nothing but its rank's accumulators, so it runs as soon as the rank has run its last W, while
 other ranks still work. With one device a rank there are no collectives, and nothing is compiled for them.
@@ -28,7 +28,8 @@ All of this is on the rank's whole mesh, which may be of several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -41,7 +42,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.axes import BUFFER_AXES, DP
+from jaxpipe.axes import BUFFER_AXES, ROWS
 from jaxpipe.mesh import replicated, spec_of, stacked, with_several
 from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.runtime.grid import RankView, holders_share, place, scatter_sum, sum_over
@@ -54,7 +55,7 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StageShards:
-    """See the module. ``zero``: divide over dp too. ``master``: dtype that parameters are updated in. ``ordered``: add
+    """See the module. ``zero``: divide over rows too. ``master``: dtype that parameters are updated in. ``ordered``: add
     gradients in the order of the devices. *Local*: of one device, inside ``shard_map`` over ``mesh``."""
 
     layout: ParamLayout
@@ -64,13 +65,17 @@ class StageShards:
     ordered: bool = True
 
     @property
-    def dp(self) -> int:
-        return int(self.mesh.shape[DP])
-
-    @property
     def chunked(self) -> bool:
-        """Whether state is divided over dp."""
-        return self.zero and self.dp > 1
+        """Whether state is divided over devices that share rows."""
+        return self.zero and bool(with_several(self.mesh, ROWS))
+
+    def row_axes(self, divided: Collection[str]) -> tuple[str, ...]:
+        """Return the axes of several devices that a buffer which is ``divided`` along these is cut over with ZeRO-1."""
+        return tuple(axis for axis in with_several(self.mesh, ROWS) if axis not in divided)
+
+    def pieces(self, buffer: int) -> int:
+        """Return in how many chunks ZeRO-1 cuts each leaf of a buffer."""
+        return math.prod(self.mesh.shape[axis] for axis in self.row_axes(self.divided(buffer)))
 
     # -- which leaves -------------------------------------------------------------------------------------------------
 
@@ -120,8 +125,9 @@ class StageShards:
         return stacked(self.divided(buffer))
 
     def bucket_spec(self, buffer: int) -> P:
-        """Return the spec of a buffer's bucket, and of chunks in it: devices stacked on axis 0, dp innermost."""
-        return stacked((*self.divided(buffer), DP))
+        """Return the spec of a buffer's bucket, and of chunks in it: devices stacked on axis 0, row devices innermost."""
+        divided = self.divided(buffer)
+        return stacked((*divided, *self.row_axes(divided)))
 
     def whole_spec(self, slot: LeafSlot) -> P:
         """Return the spec of a whole leaf, split along its own axis."""
@@ -155,13 +161,13 @@ class StageShards:
         shape = slot.whole_shape
         if self.chunked:
             k, *ones = self.chunk_shape(slot)
-            shape = (k * self.dp * slot.shards, *ones)
+            shape = (k * self.pieces(slot.buffer) * slot.shards, *ones)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, self.leaf_spec(slot)))
 
     def bucket_aval(self, index: int) -> jax.ShapeDtypeStruct:
         """Return what a rank holds of a buffer's bucket of masters or gradients."""
         k = sum(self.chunk_shape(slot)[0] for slot in self.members(index))
-        shape = (k * self.dp * self._parts(index),)
+        shape = (k * self.pieces(index) * self._parts(index),)
         return jax.ShapeDtypeStruct(shape, self.master, sharding=NamedSharding(self.mesh, self.bucket_spec(index)))
 
     def same_aval(self, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -172,15 +178,15 @@ class StageShards:
 
     def chunk_shape(self, slot: LeafSlot) -> tuple[int, ...]:
         """Local shape of a leaf's chunk."""
-        return (-(-slot.size // self.dp), *[1] * (len(slot.shape) - 1))
+        return (-(-slot.size // self.pieces(slot.buffer)), *[1] * (len(slot.shape) - 1))
 
     def cut(self, buffer: Any, index: int) -> jax.Array:
-        """Return a local buffer as ``[dp, K]``: row d is device d's bucket."""
-        rows = []
+        """Return a local buffer as ``[n, K]``: row d is the bucket of the d-th row device."""
+        rows, pieces = [], self.pieces(index)
         for slot in self.members(index):
             flat = jnp.ravel(buffer) if slot.offset is None else buffer[slot.offset : slot.offset + slot.size]
             k = self.chunk_shape(slot)[0]
-            rows.append(jnp.pad(flat, (0, k * self.dp - slot.size)).reshape(self.dp, k))
+            rows.append(jnp.pad(flat, (0, k * pieces - slot.size)).reshape(pieces, k))
         return jnp.concatenate(rows, axis=1)
 
     def _apart(self, buckets: Any, index: int) -> dict[LeafSlot, Any]:
@@ -189,7 +195,7 @@ class StageShards:
         return {slot: buckets[..., a:b] for slot, (a, b) in zip(self.members(index), pairwise(ends), strict=True)}
 
     def join(self, rows: Any, index: int) -> jax.Array:
-        """Return the local buffer of ``[dp, K]``: the inverse of :meth:`cut`."""
+        """Return the local buffer of ``[n, K]``: the inverse of :meth:`cut`."""
         flat = [part.reshape(-1)[: slot.size] for slot, part in self._apart(rows, index).items()]
         return jnp.concatenate(flat).reshape(self.layout.buffers[index].shape)
 
@@ -210,11 +216,11 @@ class StageShards:
     # -- on the host --------------------------------------------------------------------------------------------------
 
     def host_rows(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
-        """Return a whole leaf as the rank's chunks ``[shards, dp, k]``."""
-        shards = slot.parts(np.asarray(leaf))
+        """Return a whole leaf as the rank's chunks ``[shards, n, k]``."""
+        shards, pieces = slot.parts(np.asarray(leaf)), self.pieces(slot.buffer)
         k = self.chunk_shape(slot)[0]
-        padded = [np.pad(part.reshape(-1), (0, k * self.dp - slot.size)) for part in shards]
-        return np.stack(padded).reshape(len(shards), self.dp, k)
+        padded = [np.pad(part.reshape(-1), (0, k * pieces - slot.size)) for part in shards]
+        return np.stack(padded).reshape(len(shards), pieces, k)
 
     def host_chunk(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
         """Return a whole leaf as a rank's array of chunks, all devices together."""
@@ -230,7 +236,7 @@ class StageShards:
         of, what is in this one."""
         leaf_of: dict[LeafSlot, np.ndarray | Fragment] = {}
         for index, bucket in buckets.items():
-            numbers, rows = rows_on_host(bucket, self.dp * self._parts(index))
+            numbers, rows = rows_on_host(bucket, self.pieces(index) * self._parts(index))
             share, leaves = holders_share(bucket), self._apart(rows, index)
             leaf_of |= {slot: self._host_leaf(numbers, x, slot, share) for slot, x in leaves.items()}
         return leaf_of
@@ -238,20 +244,21 @@ class StageShards:
     def host_leaf(self, chunks: jax.Array, slot: LeafSlot) -> np.ndarray | Fragment:
         """Return the leaf of a rank's array of chunks: the inverse of :meth:`host_chunk`; where other processes have some of
         them, what is in this one."""
-        return self._host_leaf(*rows_on_host(chunks, self.dp * self._parts(slot.buffer)), slot, holders_share(chunks))
+        count = self.pieces(slot.buffer) * self._parts(slot.buffer)
+        return self._host_leaf(*rows_on_host(chunks, count), slot, holders_share(chunks))
 
     def _host_leaf(
         self, numbers: Sequence[int], rows: np.ndarray, slot: LeafSlot, share: tuple[int, int]
     ) -> np.ndarray | Fragment:
         """Return the leaf, or a fragment, of ``rows`` ``[n, k]``: chunks by number, shard by shard; of a fragment that other
         processes have too, this one's ``share``."""
-        k = self.chunk_shape(slot)[0]
-        if len(numbers) == slot.shards * self.dp:
+        k, pieces = self.chunk_shape(slot)[0], self.pieces(slot.buffer)
+        if len(numbers) == slot.shards * pieces:
             parts = [shard.reshape(slot.shape) for shard in rows.reshape(slot.shards, -1)[:, : slot.size]]
             return parts[0] if slot.axis is None else np.concatenate(parts, axis=slot.axis)
         ranges: list[tuple[int, int]] = []
         values = [rows[0, :0]]
-        for (shard, d), row in zip((divmod(number, self.dp) for number in numbers), rows, strict=True):
+        for (shard, d), row in zip((divmod(number, pieces) for number in numbers), rows, strict=True):
             start, stop = (shard * slot.size + min(edge * k, slot.size) for edge in (d, d + 1))
             if start == stop:  # nothing but padding
                 continue
@@ -376,27 +383,44 @@ def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators added up over the rank, as this device's buckets."""
     assert shards.chunked, "without ZeRO-1 there are no buckets"
     scatter = scatter_sum if shards.ordered else partial(jax.lax.psum_scatter, scatter_dimension=0)
-    buckets = [scatter(shards.cut(acc[i], i), DP) for i in shards.updated]
-    axes = [[a for a in shards.layout.axes(i).summed if a != DP] for i in shards.updated]
+    cut_axes = [shards.row_axes(shards.divided(i)) for i in shards.updated]
+    rows = [shards.cut(acc[i], i) for i in shards.updated]
+    buckets = [scatter(cut, over) if over else cut[0] for cut, over in zip(rows, cut_axes, strict=True)]
+    axes = [
+        [a for a in shards.layout.axes(i).summed if a not in over]
+        for i, over in zip(shards.updated, cut_axes, strict=True)
+    ]
     return _summed_over(shards, buckets, [with_several(shards.mesh, over) for over in axes])
 
 
 def gathered(shards: StageShards, buckets: Sequence[jax.Array]) -> Buffers:
-    """Updated local buffers of the buckets of all dp devices."""
-    return [shards.join(jax.lax.all_gather(bucket, DP), i) for bucket, i in zip(buckets, shards.updated, strict=True)]
+    """Updated local buffers of the buckets of all row devices."""
+    return [shards.join(_of_row_devices(shards, b, i), i) for b, i in zip(buckets, shards.updated, strict=True)]
 
 
 def own_bucket(shards: StageShards, buffer: jax.Array, index: int) -> jax.Array:
     """This device's bucket of a local parameter buffer. No collective."""
-    me = jax.lax.axis_index(DP)
+    me = _row_device(shards, index)
     bucket: jax.Array = jax.lax.dynamic_index_in_dim(shards.cut(buffer, index), me, axis=0, keepdims=False)
     return bucket
+
+
+def _of_row_devices(shards: StageShards, piece: jax.Array, buffer: int) -> jax.Array:
+    """Return what each of the buffer's row devices has, ``[n, …]``."""
+    axes = shards.row_axes(shards.divided(buffer))
+    return jax.lax.all_gather(piece, axes) if axes else piece[None]
+
+
+def _row_device(shards: StageShards, buffer: int) -> jax.Array | int:
+    """Return the number of this device among the buffer's row devices."""
+    axes = shards.row_axes(shards.divided(buffer))
+    return jax.lax.axis_index(axes) if axes else 0
 
 
 def whole_leaf(shards: StageShards, slot: LeafSlot, piece: jax.Array) -> jax.Array:
     """Return the whole leaf of what each device has of it: its shard, or with ZeRO-1 its chunk."""
     if shards.chunked:
-        flat = jax.lax.all_gather(jnp.ravel(piece), DP, tiled=True)
+        flat = jnp.ravel(_of_row_devices(shards, jnp.ravel(piece), slot.buffer))
         piece = flat[: slot.size].reshape(slot.shape)
     if slot.axis is None:
         return piece
@@ -414,24 +438,25 @@ def own_piece(shards: StageShards, slot: LeafSlot, leaf: jax.Array) -> jax.Array
     if not shards.chunked:
         return leaf
     chunk = shards.chunk_shape(slot)
-    flat = jnp.pad(jnp.ravel(leaf), (0, chunk[0] * shards.dp - slot.size))
-    return jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(DP) * chunk[0], chunk[0]).reshape(chunk)
+    flat = jnp.pad(jnp.ravel(leaf), (0, chunk[0] * shards.pieces(slot.buffer) - slot.size))
+    begin = _row_device(shards, slot.buffer) * chunk[0]
+    return jax.lax.dynamic_slice_in_dim(flat, begin, chunk[0]).reshape(chunk)
 
 
 def square_sum(shards: StageShards, tree: Any) -> jax.Array:
     """``[2]``: the sum of squares of reduced gradients (local leaves or chunks), plain and :data:`SHRUNK`. Each parameter is
     counted once: every shard of split leaves, one of the others."""
     # Leaves that are not divided are the same on all devices, so only divided ones are summed over their axes; chunks of
-    # ZeRO-1 are everyone's own, so all are summed over dp.
+    # ZeRO-1 are everyone's own, so all are summed over the row devices.
     leaves = jax.tree.leaves(tree)
     divided = [shards.layout.axes(slot.buffer).divided for slot in jax.tree.leaves(shards.tree(shards.layout.slots))]
     dtype = leaves[0].dtype if leaves else jnp.float32
-    over_dp = (DP,) if shards.chunked else ()
 
     def total(over: tuple[str, ...]) -> jax.Array:
         parts = [g for g, axes in zip(leaves, divided, strict=True) if axes == over]
         sums = [sum((jnp.sum(jnp.square(g * f)) for g in parts), start=jnp.zeros((), dtype)) for f in (1, SHRUNK)]
-        return sum_over(jnp.stack(sums), (*over_dp, *with_several(shards.mesh, over)), shards.mesh)
+        over_rows = shards.row_axes(over) if shards.chunked else ()
+        return sum_over(jnp.stack(sums), (*over_rows, *with_several(shards.mesh, over)), shards.mesh)
 
     # In the table's order: the sum of floats must not depend on that of the leaves.
     groups = [over for over in dict.fromkeys(axes.divided for axes in BUFFER_AXES.values()) if over in ((), *divided)]
@@ -591,8 +616,8 @@ def _leaves(shards: StageShards, params: _Arrays, masters: _Arrays) -> list[Any]
 
 
 def _all_finite(shards: StageShards, buffers: _Arrays) -> jax.Array:
-    """Return whether every number in the buffers is finite, on all devices of the rank: ZeRO-1 leaves the same on those of
-    dp."""
+    """Return whether every number in the buffers is finite, on all devices of the rank: ZeRO-1 leaves the same on row
+    devices."""
     bad = sum((jnp.sum(~jnp.isfinite(b)) for b in buffers), start=jnp.zeros((), jnp.int32))
     divided = tuple(dict.fromkeys(a for i in shards.updated for a in shards.divided(i)))
     return (jax.lax.psum(bad, divided) if divided else bad) == 0

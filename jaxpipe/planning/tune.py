@@ -186,7 +186,7 @@ class _LayoutSearch:
     def run(self) -> TuneResult:
         parts: tuple[list[Settings], ...] = ([], [])
         for layout in self.space.layouts():
-            divided = any(layout[f"pipeline.{axis}"] > 1 for axis in exchanging())
+            divided = any(layout.get(f"pipeline.{axis}", 1) > 1 for axis in exchanging())
             parts[self.fork and divided].append(layout)
         # before anything is traced: a fork is safe only while JAX has no threads
         connection = self._fork_search(parts[1]) if all(parts) else None

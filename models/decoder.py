@@ -142,6 +142,12 @@ def block_names(num_layers: int, name: str = "block") -> list[str]:
     return [f"{name}_{i:0{width}d}" for i in range(num_layers)]
 
 
+def with_block_names(layers: Iterable[Layer]) -> list[Layer]:
+    """Return the layers called as :func:`block_names` says."""
+    blocks = list(layers)
+    return [replace(layer, name=name) for layer, name in zip(blocks, block_names(len(blocks)), strict=True)]
+
+
 def block_layer(config: DecoderConfig, block: DecoderBlock, shards: Any) -> Layer:
     """Return the layer of a block. ``shards``: as in :class:`Layer`, but called with the configuration first."""
     return from_linen(
@@ -175,13 +181,18 @@ class DecoderBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
-        c = self.config
+        x = self.attended(x, segments, train)
+        h = self.config.norm("norm_mlp")(x)
+        return add_branch(x, partial(self.mlp, h), Dropout(self.config.dropout, tp=self.tp), train=train)
+
+    @nn.nowrap
+    def attended(self, x: jax.Array, segments: jax.Array | None, train: bool) -> jax.Array:
+        """Return the residual stream after the branch of attention."""
         # The branch is passed as a function: on shards ``add_branch`` decides whether the residual is added before the
         # all-reduce.
-        h = c.norm("norm_attn")(x)
-        x = add_branch(x, partial(self.attention, h, segments, train), Dropout(c.dropout, tp=self.tp), train=train)
-        h = c.norm("norm_mlp")(x)
-        return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
+        h = self.config.norm("norm_attn")(x)
+        dropout = Dropout(self.config.dropout, tp=self.tp)
+        return add_branch(x, partial(self.attention, h, segments, train), dropout, train=train)
 
 
 class Head(nn.Module):

@@ -19,9 +19,9 @@ compute the same key and value head and divide its query heads: qkv then lies wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -68,6 +68,7 @@ from .decoder import (
     language_model,
     norm_shards,
     partial_leaves,
+    with_block_names,
     words_of,
 )
 from .vocabulary import embedding_words, no_params, no_shards
@@ -160,37 +161,46 @@ class LlamaConfig(DecoderConfig):
         self.check("num_kv_heads", "head_dim", "mlp_size", "window")
         even = divisors(self.d_model // 2)
         if self.head_dim is not None and self.head_dim % 2:
-            raise ConfigError(f"Llama: head_dim is {self.head_dim}; rotary positions need an even number")
+            raise ConfigError(f"{self.model}: head_dim is {self.head_dim}; rotary positions need an even number")
         if not 0 <= self.rope_every <= self.num_layers:
-            raise ConfigError(f"Llama: rope_every is {self.rope_every}; want 0 to num_layers, {self.num_layers}")
+            raise ConfigError(f"{self.model}: rope_every is {self.rope_every}; want 0 to num_layers, {self.num_layers}")
         if self.head_dim is None and self.d_model % 2:
-            raise ConfigError(f"Llama: d_model is {self.d_model}; rotary positions need an even number")
+            raise ConfigError(f"{self.model}: d_model is {self.d_model}; rotary positions need an even number")
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ConfigError(
-                f"Llama: num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; use one of {even}"
+                f"{self.model}: num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; use one of {even}"
             )
         if self.head_size % 2:
             raise ConfigError(
-                f"Llama: a head has d_model / num_heads = {self.head_size} dimensions, and rotary positions need an even "
-                f"number; use num_heads of {even}"
+                f"{self.model}: a head has d_model / num_heads = {self.head_size} dimensions, and rotary positions need an "
+                f"even number; use num_heads of {even}"
             )
         if self.num_heads % self.kv_heads:
             raise ConfigError(
-                f"Llama: num_kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}; "
+                f"{self.model}: num_kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}; "
                 f"use one of {divisors(self.num_heads)}"
             )
         if not 1 < self.rope_theta < float("inf"):
-            raise ConfigError(f"Llama: rope_theta is {self.rope_theta}; want a number above 1 such as 10000")
+            raise ConfigError(f"{self.model}: rope_theta is {self.rope_theta}; want a number above 1 such as 10000")
 
     def norm(self, name: str) -> nn.RMSNorm:
         return nn.RMSNorm(epsilon=self.norm_eps, param_dtype=self.dtype, name=name)
 
     def check_shards(self, tp: RankMesh, *, words: bool = True) -> None:
-        sizes = {"num_heads": self.num_heads, "mlp_size": self.mlp_width}
+        sizes = {"num_heads": self.num_heads, **self.hidden_sizes}
         sizes |= {"vocab_size": self.vocab_rows} if words else {}
         width = self.d_model if self.head_dim is None else 0  # of all heads together
         heads = [h for h in range(1, self.d_model + 1) if width % (2 * h) == 0 and h % self.kv_heads == 0]
-        check_shards("Llama", tp, sizes, kv_heads=self.kv_heads, seq_len=self.seq_len, allowed={"num_heads": heads})
+        check_shards(self.model, tp, sizes, kv_heads=self.kv_heads, seq_len=self.seq_len, allowed={"num_heads": heads})
+
+    @property
+    def hidden_sizes(self) -> dict[str, int]:
+        """The widths of MLPs that shards divide, by option."""
+        return {"mlp_size": self.mlp_width}
+
+    def is_rotary(self, block: int) -> bool:
+        """Return whether the block of this number, from 0, rotates queries and keys."""
+        return not self.rope_every or (block + 1) % self.rope_every != 0
 
     @property
     def head_size(self) -> int:
@@ -208,23 +218,30 @@ class LlamaConfig(DecoderConfig):
 def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
     """Make a Llama of the given :class:`LlamaConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
     config = build_options(LlamaConfig, options, "models.llama:Llama")
-    fields: dict[str, Any] = {"example": (config.tokens,), "reads": ("tokens",), "kind": "llama.embed"}
+    return llama_of(config, block_layers(config))
+
+
+def llama_of(config: LlamaConfig, blocks: Iterable[Layer]) -> Model:
+    """Return the model of these blocks, between Llama's embedding and head."""
+    kind = config.kind("embed")
+    fields: dict[str, Any] = {"example": (config.tokens,), "reads": ("tokens",), "kind": kind}
     embed = from_linen("embed", Embed(config), shards=partial(embed_shards, config), **fields)
-    rest = Layer("embed", no_params, lambda params, x, context: x, kind="llama.embed", shards=no_shards)
+    rest = Layer("embed", no_params, lambda params, x, context: x, kind=kind, shards=no_shards)
     embed = replace(embed, words=embedding_words(EMBEDDING, config.vocab_size, rest))
-    return language_model(config, (embed, *block_layers(config), head_layer(config)))
+    return language_model(config, (embed, *blocks, head_layer(config)))
 
 
 def block_layers(config: LlamaConfig) -> list[Layer]:
     """Return the layers ``block_00`` …"""
+    block = cache(partial(dense_block, config))
+    return with_block_names(block(config.is_rotary(i)) for i in range(config.num_layers))
 
-    def block(rotary: bool) -> Layer:
-        layer = block_layer(config, Block(config, rotary=rotary), _block_shards)
-        return replace(layer, apply=partial(_with_own_heads, layer.apply, config), matrices=_matrices(config))
 
-    kinds = {rotary: block(rotary) for rotary in ({True, False} if config.rope_every else {True})}
-    interval = config.rope_every or config.num_layers + 1
-    return [replace(kinds[i % interval != 0], name=name) for i, name in enumerate(block_names(config.num_layers), 1)]
+def dense_block(config: LlamaConfig, rotary: bool) -> Layer:
+    """Return the layer of a block of attention and a dense MLP."""
+    layer = block_layer(config, Block(config, rotary=rotary), _block_shards)
+    matrices = {**attention_matrices(config), **swiglu_matrices()}
+    return replace(layer, apply=partial(with_own_heads, layer.apply, config), matrices=matrices)
 
 
 def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: RankMesh = ONE_SHARD) -> jax.Array:
@@ -288,15 +305,21 @@ class Block(DecoderBlock):
 
     @nn.nowrap
     def mlp(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
-        c, tp = self.config, self.tp
-        options = dense(c, bias=c.mlp_bias)
-        gate_up = column_parallel((2, c.mlp_width), tp, split=1, name="gate_up", **options)(x)  # [B, T, 2, F/t]
-        wide = nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]  # [B, T, F/t]
-        options = dense(c, bias=c.mlp_bias, residual=True)
-        return row_parallel(c.d_model, tp, residual=residual, name="down", **options)(wide)
+        return swiglu(self.config, self.tp, self.config.mlp_width, x, residual)
 
 
-def _with_own_heads(
+def swiglu(
+    c: LlamaConfig, tp: RankMesh, width: int, x: jax.Array, residual: jax.Array | None, prefix: str = ""
+) -> jax.Array:
+    """Apply an MLP of ``width`` hidden values, its layers called ``gate_up`` and ``down`` after ``prefix``, inside a module."""
+    options = dense(c, bias=c.mlp_bias)
+    gate_up = column_parallel((2, width), tp, split=1, name=f"{prefix}gate_up", **options)(x)  # [B, T, 2, F/t]
+    wide = nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]  # [B, T, F/t]
+    options = dense(c, bias=c.mlp_bias, residual=True)
+    return row_parallel(c.d_model, tp, residual=residual, name=f"{prefix}down", **options)(wide)
+
+
+def with_own_heads(
     apply: Callable[[Params, Any, LayerContext], Any], c: LlamaConfig, params: Params, x: Any, context: LayerContext
 ) -> Any:
     """Apply a block to this shard's part of a qkv that is replicated over shards."""
@@ -307,33 +330,38 @@ def _with_own_heads(
 
 
 def _block_shards(c: LlamaConfig, tp: RankMesh) -> Mapping[Path, Shard]:
+    return {**attention_shards(c, tp), **swiglu_shards(c, tp)}
+
+
+def attention_shards(c: LlamaConfig, tp: RankMesh) -> dict[Path, Shard]:
+    """Return how a block's leaves but those of its MLP lie on shards."""
     c.check_shards(tp, words=False)
     shared = tp.size > c.kv_heads
-    shards: dict[Path, Shard] = {("qkv", "kernel"): "partial" if shared else 1}
+    shards: dict[Path, Shard] = {("qkv", "kernel"): "partial" if shared else 1, ("out", "kernel"): 0}
     if c.qkv_bias:
         shards[("qkv", "bias")] = "partial" if shared else 0
-    shards |= {("out", "kernel"): 0, ("gate_up", "kernel"): 2, ("down", "kernel"): 0}
-    if c.mlp_bias:
-        shards[("gate_up", "bias")] = 1
     if c.qk_norm:
         shards |= {("norm_q", "scale"): "partial", ("norm_k", "scale"): "partial"}
-    summed = [("out", "bias")] * c.out_bias + [("down", "bias")] * c.mlp_bias
-    return {
-        **shards,
-        **partial_leaves(tp, *summed),
-        **norm_shards(c, "norm_attn", tp),
-        **norm_shards(c, "norm_mlp", tp),
-    }
+    if c.out_bias:
+        shards |= partial_leaves(tp, ("out", "bias"))
+    return {**shards, **norm_shards(c, "norm_attn", tp), **norm_shards(c, "norm_mlp", tp)}
 
 
-def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
+def swiglu_shards(c: LlamaConfig, tp: RankMesh, prefix: str = "") -> dict[Path, Shard]:
+    """Return how the leaves of :func:`swiglu` lie on shards."""
+    shards: dict[Path, Shard] = {(f"{prefix}gate_up", "kernel"): 2, (f"{prefix}down", "kernel"): 0}
+    if c.mlp_bias:
+        shards |= {(f"{prefix}gate_up", "bias"): 1, **partial_leaves(tp, (f"{prefix}down", "bias"))}
+    return shards
+
+
+def attention_matrices(c: LlamaConfig) -> dict[Path, Matrix]:
     qkv = Matrix((0,), (1, 2, 3), split=(2, (c.num_heads // c.kv_heads, 1, 1)))  # [D, G, R + 2, K]: q, k and v
-    return {
-        ("qkv", "kernel"): qkv,
-        ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
-        ("gate_up", "kernel"): Matrix((0,), (2,)),  # [D, 2, F]: two matrices
-        ("down", "kernel"): Matrix(),
-    }
+    return {("qkv", "kernel"): qkv, ("out", "kernel"): Matrix((0, 1), (2,))}  # [H, K, D]
+
+
+def swiglu_matrices(prefix: str = "") -> dict[Path, Matrix]:
+    return {(f"{prefix}gate_up", "kernel"): Matrix((0,), (2,)), (f"{prefix}down", "kernel"): Matrix()}  # [D, 2, F]: two
 
 
 # --- folders of the Hugging Face hub --------------------------------------------------------------------------------------

@@ -1,0 +1,253 @@
+"""A decoder of experts: Llama's blocks, whose MLP is a mixture of experts in all layers but those named dense.
+
+    B batch   T time   D d_model   E num_experts   k top_k   F expert_size   N = B · T tokens of a shard   t tensor-parallel
+    shards
+
+The router and the exchange are :mod:`jaxpipe.experts`. Options make it the block of Mixtral (Jiang et al., 2024), Qwen3-MoE
+(2025; ``qk_norm``, more and smaller experts), OLMoE (2024) and Qwen2-MoE (``renormalise=False``; ``shared_gate``), or with the
+router of DeepSeek-V2 and V3 (``score="sigmoid"``, ``groups``, ``scale``, ``router_bias``, ``shared_size``).
+
+An expert layer has ``router`` [D, E], which is computed with in float32, ``gate_up`` [E, D, 2, F] and ``down`` [E, F, D]; and
+``router_bias`` [E], which chooses and is not trained by gradients. Experts that all tokens use are one dense MLP of their joint
+width, ``shared_gate_up`` and ``shared_down``; ``shared_gate`` [D, 1] is a sigmoid gate of its result.
+
+An expert lies whole on one device. With tensor parallelism they need sequence parallelism, so that each shard has tokens of its
+own to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.experts import PRODUCTS, SCORES, Choice, combine, dispatch, product, route
+from jaxpipe.stage.model.layer import (
+    Layer,
+    LayerContext,
+    Matrix,
+    Model,
+    Params,
+    Path,
+    Shard,
+    build_options,
+    check_sizes,
+    divisors,
+)
+from jaxpipe.tensor_parallel import Dropout, RankMesh, add_branch
+
+from .decoder import block_layer, normal, partial_leaves, with_block_names
+from .llama import (
+    Block,
+    LlamaConfig,
+    attention_matrices,
+    attention_shards,
+    dense_block,
+    llama_of,
+    swiglu,
+    swiglu_matrices,
+    swiglu_shards,
+    with_own_heads,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig(LlamaConfig):
+    """Options of :func:`MoE`, beside those of Llama, whose ``mlp_size`` is that of dense layers.
+
+    ``expert_size``: the hidden width of an expert; None: ``mlp_size``. ``shared_size``: that of the experts that all tokens
+    use, together; 0: there are none. ``dense_layers``: the numbers of the layers without experts, from 0, such as ``"0,1,2"``.
+    ``score``, ``renormalise``, ``scale``, ``groups``, ``top_groups``, ``group_best``: as in :func:`~jaxpipe.experts.route`.
+    ``products``: ``padded`` or ``ragged``. ``capacity`` (padded): for how many of a shard's choices an expert has room, in
+    means; ``buffer`` (ragged): for how many a pair of shards has; None: for all, as many as could come, which costs E/k times
+    the memory and arithmetic of the mean where products are padded.
+    """
+
+    model = "MoE"
+
+    num_experts: int = 8
+    top_k: int = 2
+    expert_size: int | None = None
+    shared_size: int = 0
+    shared_gate: bool = False
+    dense_layers: str = ""
+    score: str = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    router_bias: bool = False
+    products: str = "padded"
+    capacity: float | None = None
+    buffer: float | None = None
+
+    def __post_init__(self) -> None:
+        LlamaConfig.__post_init__(self)
+        sizes = {"num_experts": self.num_experts, "top_k": self.top_k, "expert_size": self.expert_size}
+        check_sizes("MoE", **sizes, shared_size=self.shared_size or None)
+        E = self.num_experts
+        if self.top_k > E:
+            raise ConfigError(
+                f"MoE: top_k is {self.top_k}, and there are {E} experts; use 1 to {E}, or more num_experts"
+            )
+        for name, words in (("score", SCORES), ("products", PRODUCTS)):
+            if getattr(self, name) not in words:
+                raise ConfigError(f"MoE: {name} is {getattr(self, name)!r}; use {' or '.join(words)}")
+        for name in ("capacity", "buffer", "scale"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"MoE: {name} is {value}; want a number above 0 such as 1.25")
+        if self.groups < 1 or E % self.groups:
+            raise ConfigError(
+                f"MoE: groups is {self.groups}, which does not divide num_experts {E}; use one of {divisors(E)}"
+            )
+        each = E // self.groups
+        # A token's k experts are in its groups, which are compared by their best ones.
+        least = -(-self.top_k // each)
+        for name, low, high in (("top_groups", least, self.groups), ("group_best", 1, each)):
+            if self.groups > 1 and not low <= getattr(self, name) <= high:
+                what = f"{self.groups} groups of {each} experts and top_k {self.top_k}"
+                raise ConfigError(f"MoE: {name} is {getattr(self, name)}; with {what} use {low} to {high}")
+        if self.shared_gate and not self.shared_size:
+            raise ConfigError("MoE: shared_gate is true, and shared_size 0: there is nothing to gate; give shared_size")
+        names = [name.strip() for name in self.dense_layers.split(",")] if self.dense_layers else []
+        if wrong := [name for name in names if not name.isdecimal() or int(name) >= self.num_layers]:
+            raise ConfigError(
+                f'MoE: dense_layers names {wrong[0]!r}; want numbers from 0 to {self.num_layers - 1} such as "0,1"'
+            )
+
+    @property
+    def dense(self) -> frozenset[int]:
+        """The numbers of the layers without experts."""
+        return frozenset(map(int, self.dense_layers.split(","))) if self.dense_layers else frozenset()
+
+    @property
+    def hidden_sizes(self) -> dict[str, int]:
+        sizes = {"mlp_size": self.mlp_width} if self.dense else {}
+        return sizes | ({"shared_size": self.shared_size} if self.shared_size else {})
+
+    @property
+    def expert_width(self) -> int:
+        return self.mlp_width if self.expert_size is None else self.expert_size
+
+    @property
+    def room(self) -> float | None:
+        """The limit that these products have."""
+        return self.capacity if self.products == "padded" else self.buffer
+
+
+def MoE(**options: Any) -> Model:  # noqa: N802 - named as the model is
+    """Make a decoder of the given :class:`MoEConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
+    config = build_options(MoEConfig, options, "models.moe:MoE")
+    makers = {True: cache(partial(dense_block, config)), False: cache(partial(expert_block, config))}
+    blocks = [makers[i in config.dense](config.is_rotary(i)) for i in range(config.num_layers)]
+    return llama_of(config, with_block_names(blocks))
+
+
+def expert_block(config: MoEConfig, rotary: bool) -> Layer:
+    """Return the layer of a block of attention and experts."""
+    layer = block_layer(config, ExpertBlock(config, rotary=rotary), _expert_shards)
+    experts = {("router",): Matrix(), ("gate_up",): Matrix((1,), (3,)), ("down",): Matrix((1,), (2,))}
+    shared = swiglu_matrices("shared_") if config.shared_size else {}
+    return replace(
+        layer,
+        apply=partial(_without_routing, partial(with_own_heads, layer.apply, config)),
+        matrices={**attention_matrices(config), **experts, **shared},
+        float32=_is_of_router,
+        trainable=_is_trained if config.router_bias else None,
+    )
+
+
+class Routing(NamedTuple):
+    """The router's part in a block. ``choice``: of N tokens; ``counts`` and ``dropped`` [E] int32: this shard's choices by
+    expert, and those without room."""
+
+    choice: Choice
+    counts: jax.Array
+    dropped: jax.Array
+
+
+def _without_routing(apply: Callable[..., tuple[Any, Routing]], params: Params, x: Any, context: LayerContext) -> Any:
+    """Apply a block and return the residual stream alone."""
+    return apply(params, x, context)[0]
+
+
+def _is_of_router(path: Path) -> bool:
+    return path in (("router",), ("router_bias",))
+
+
+def _is_trained(path: Path) -> bool:
+    return path != ("router_bias",)
+
+
+class ExpertBlock(Block):
+    """A transformer block with experts in place of its MLP."""
+
+    config: MoEConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> tuple[jax.Array, Routing]:
+        """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
+        c, tp = self.config, self.tp
+        x = self.attended(x, segments, train)
+        h = c.norm("norm_mlp")(x)
+        y, routing = self.experts(h)
+
+        def branch(residual: jax.Array | None) -> jax.Array:
+            if not c.shared_size:
+                return y if residual is None else residual + y
+            if not c.shared_gate:
+                return swiglu(c, tp, c.shared_size, h, residual, "shared_") + y
+            gate = self.param("shared_gate", normal(0.02), (c.d_model, 1), c.dtype)
+            shared = y + nn.sigmoid(h @ gate) * swiglu(c, tp, c.shared_size, h, None, "shared_")
+            return shared if residual is None else residual + shared
+
+        return add_branch(x, branch, Dropout(c.dropout, tp=tp), train=train), routing
+
+    @nn.nowrap
+    def experts(self, h: jax.Array) -> tuple[jax.Array, Routing]:
+        """Return the weighted sum of each token's experts, [B, T, D]."""
+        c, tp = self.config, self.tp
+        E, D, F = c.num_experts, c.d_model, c.expert_width
+        shards = tp.parts("experts")
+        router = self.param("router", normal(0.02), (D, E), jnp.promote_types(c.dtype, jnp.float32))
+        bias = self.param("router_bias", nn.initializers.zeros, (E,), router.dtype) if c.router_bias else None
+        gate_up = self.param("gate_up", normal(0.02), (E // shards, D, 2, F), c.dtype)
+        down = self.param("down", normal(float(0.02 / (2 * c.num_layers) ** 0.5)), (E // shards, F, D), c.dtype)
+
+        tokens = h.reshape(-1, D)  # [N, D]
+        groups = {"groups": c.groups, "top_groups": c.top_groups, "group_best": c.group_best}
+        score = {"score": c.score, "renormalise": c.renormalise, "scale": c.scale}
+        choice = route(tokens, router, c.top_k, bias=bias, **score, **groups)
+        rows, places = dispatch(
+            tokens, choice.experts, E, axes=tp.divided_axes("experts"), products=c.products, capacity=c.room
+        )
+        hidden = product(rows, gate_up, places)  # […, 2, F]
+        wide = nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+        y = combine(product(wide, down, places), choice.weights, places)
+        return y.reshape(h.shape), Routing(choice, places.counts, places.dropped)
+
+
+def _expert_shards(c: MoEConfig, tp: RankMesh) -> Mapping[Path, Shard]:
+    shards = tp.parts("experts")
+    if tp.size > 1 and not tp.sequence:
+        raise ConfigError(
+            f"MoE: experts over tp {tp.size} need sequence parallelism, so that each shard has tokens of its own; set "
+            "sequence_parallel=true, or use tp 1"
+        )
+    if c.num_experts % shards:
+        raise ConfigError(
+            f"MoE: num_experts is {c.num_experts}, which does not divide over ep {tp.ep} × tp {tp.tp}; use "
+            f"{divisors(c.num_experts)} devices, or make num_experts a multiple of {shards}"
+        )
+    of_stream = [("router",)] + [("router_bias",)] * c.router_bias + [("shared_gate",)] * c.shared_gate
+    experts: dict[Path, Shard] = {("gate_up",): ("experts", 0), ("down",): ("experts", 0)}
+    shared = swiglu_shards(c, tp, "shared_") if c.shared_size else {}
+    return {**attention_shards(c, tp), **experts, **shared, **partial_leaves(tp, *of_stream)}

@@ -1,0 +1,166 @@
+"""A decoder of experts against one that computes every expert on every token: pipelines, shards, drops, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from jaxpipe.axes import RankMesh
+from jaxpipe.errors import ConfigError
+from jaxpipe.experts import route
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import generate
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params
+from jaxpipe.stage.model.reference import apply_model, init_params
+from models.moe import MoE, MoEConfig
+from tests.support.parallel_cases import assert_close
+
+SMALL: Mapping[str, Any] = {
+    "vocab_size": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "seq_len": 8, "num_experts": 8,
+    "expert_size": 6, "mlp_size": 8, "dense_layers": "0", "dtype": "float64",
+}  # fmt: skip
+M, ROWS = 2, 4
+
+
+def every_expert(c: MoEConfig, p: Params, h: jax.Array) -> jax.Array:
+    """Return the MLP of an expert layer, all experts on all tokens: h [B, T, D] → [B, T, D]."""
+    x = h.reshape(-1, c.d_model)
+    groups = {"groups": c.groups, "top_groups": c.top_groups, "group_best": c.group_best}
+    score = {"score": c.score, "renormalise": c.renormalise, "scale": c.scale}
+    choice = route(x, p["router"], c.top_k, bias=p.get("router_bias"), **groups, **score)
+    hidden = jnp.einsum("nd,edgf->engf", x, p["gate_up"])
+    results = jnp.einsum("enf,efd->end", nn.silu(hidden[:, :, 0]) * hidden[:, :, 1], p["down"])
+    share = jnp.sum(jax.nn.one_hot(choice.experts, c.num_experts, dtype=x.dtype) * choice.weights[:, :, None], axis=1)
+    y = jnp.einsum("ne,end->nd", share, results)
+    if c.shared_size:
+        hidden = jnp.einsum("nd,dgf->ngf", x, p["shared_gate_up"]["kernel"])
+        shared = (nn.silu(hidden[:, 0]) * hidden[:, 1]) @ p["shared_down"]["kernel"]
+        y = y + (nn.sigmoid(x @ p["shared_gate"]) * shared if c.shared_gate else shared)
+    return y.reshape(h.shape)
+
+
+def with_every_expert(config: MoEConfig, layer: Layer) -> Layer:
+    """Return an expert layer as a block without MLP, and then all experts."""
+
+    def apply(params: Params, x: Any, context: LayerContext) -> Any:
+        # Experts of zeros leave the residual stream as attention made it.
+        silent = {**params, "down": jnp.zeros_like(params["down"])}
+        if config.shared_size:
+            silent["shared_down"] = {"kernel": jnp.zeros_like(params["shared_down"]["kernel"])}
+        x = layer.apply(silent, x, context)
+        scale = params["norm_mlp"]["scale"]
+        norm = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps) * scale[None, None]
+        return x + every_expert(config, params, norm)
+
+    return replace(layer, apply=apply)
+
+
+@cache
+def reference(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any, Any, Any]:
+    """Return parameters of order one, a batch, and its loss and gradients by every expert on every token."""
+    kwargs = {**SMALL, **dict(options)}
+    model, config = MoE(**kwargs), MoEConfig(**kwargs)
+    dense = replace(
+        model,
+        layers=tuple(
+            with_every_expert(config, x) if "router" in x.init(jax.random.key(0)) else x for x in model.layers
+        ),
+    )
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: init_params(model, 0))
+    params = jax.tree.map(lambda a: rng.normal(0, 0.5, a.shape), shapes)
+    batch = {name: rng.integers(0, 16, (M, ROWS, 8)).astype(np.int32) for name in ("tokens", "targets")}
+    batch["weights"] = rng.random((M, ROWS, 8)).astype(np.float32)
+
+    def loss(params: Any) -> Any:
+        total, weight = apply_model(dense, params, {name: a.reshape(-1, 8) for name, a in batch.items()})
+        return total / weight
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return params, batch, value, grads
+
+
+def pipeline(model: Model, family: str, tp: RankMesh, recompute: str = "none", ranks: int = 2) -> Pipeline:
+    schedule = generate(family, ranks, M)
+    return Pipeline.build(
+        model,
+        schedule,
+        microbatch_size=ROWS,
+        compute_dtype=jnp.float64,
+        tp=tp,
+        recompute=recompute,
+    )
+
+
+SHARED = {"shared_size": 4, "shared_gate": True, "renormalise": False}
+DEEPSEEK = {
+    "score": "sigmoid",
+    "groups": 4,
+    "top_groups": 2,
+    "scale": 2.5,
+    "router_bias": True,
+    "shared_size": 4,
+    "top_k": 3,
+}
+CASES = [
+    ({}, "1f1b", RankMesh(dp=4, ep=2), "mlp"),
+    ({"products": "ragged", **SHARED}, "zb-h1", RankMesh(dp=2, ep=2, tp=2, sequence=True), "none"),
+    (DEEPSEEK, "zb-h1", RankMesh(tp=4, sequence=True), "full"),
+]
+
+
+@pytest.mark.parametrize(("options", "family", "tp", "recompute"), CASES)
+def test_gradients_are_those_of_every_expert_on_every_token(
+    options: dict[str, Any], family: str, tp: RankMesh, recompute: str, x64: None
+) -> None:
+    key = tuple(options.items())
+    params, batch, expected_loss, expected = reference(key)
+    pipe = pipeline(MoE(**{**SMALL, **options}), family, tp, recompute)
+    loss, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+    if options.get("router_bias"):
+        expected["block_01"].pop("router_bias")
+        grads["block_01"].pop("router_bias", None)
+    assert_close(grads, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_k": 9}, "top_k is 9.* 1 to 8"),
+        ({"capacity": 0.0}, "capacity is 0.* above 0"),
+        ({"products": "ragged", "buffer": -1.0}, "buffer is -1.* above 0"),
+        ({"groups": 3}, "groups is 3.*1, 2, 4, 8"),
+        ({"groups": 4, "top_groups": 1, "top_k": 3}, "top_groups is 1.* 2 to 4"),
+        ({"groups": 4, "top_groups": 2, "group_best": 3}, "group_best is 3.* 1 to 2"),
+        ({"products": "dense"}, "products is 'dense'.*padded or ragged"),
+        ({"dense_layers": "0,2"}, "dense_layers names '2'.* 0 to 1"),
+        ({"shared_gate": True}, "shared_gate.*shared_size"),
+        ({"head_dim": 3}, "MoE: head_dim is 3"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MoE(**{**SMALL, "dtype": "float32", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "words"),
+    [
+        ({}, RankMesh(tp=2), "tp 2 .*sequence_parallel=true"),
+        ({"num_experts": 6}, RankMesh(dp=2, ep=2, tp=2, sequence=True), "num_experts is 6.*ep 2 × tp 2.* 1, 2, 3, 6"),
+    ],
+)
+def test_experts_that_do_not_divide(options: dict[str, Any], tp: RankMesh, words: str) -> None:
+    block = MoE(**{**SMALL, "dtype": "float32", **options}).layers[2]
+    assert block.shards is not None
+    with pytest.raises(ConfigError, match=words):
+        block.shards(tp)

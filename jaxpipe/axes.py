@@ -217,6 +217,11 @@ class RankMesh:
         """Return the axes of several devices along which a buffer of this kind is divided."""
         return tuple(axis for axis in BUFFER_AXES[kind].divided if self.sizes[axis] > 1)
 
+    def tells_apart(self, kind: BufferKind) -> bool:
+        """Return whether a buffer of this kind lies, or its gradient is made, otherwise than that of kind ``same``."""
+        divided, summed = BUFFER_AXES[kind]
+        return any(self.sizes[axis] > 1 for axis in (*divided, *(set(summed) - set(DATA))))
+
     def parts(self, kind: BufferKind) -> int:
         """Return into how many parts a buffer of this kind is divided."""
         return math.prod(self.sizes[axis] for axis in BUFFER_AXES[kind].divided)

@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.errors import StageError
 from jaxpipe.stage.model.layer import Layer
 from jaxpipe.stage.model.params import SMALL_BYTES, ParamLayout, stage_params
+from jaxpipe.stage.model.plan import param_avals
+from models.llama import Llama
 
 
 def layer(name: str, tied: Any = None) -> Layer:
@@ -134,3 +137,15 @@ def test_pack_refuses_other_shapes_and_missing_leaves() -> None:
         layout.pack({"a": {"w": np.ones((3, 2))}})
     with pytest.raises(StageError, match="parameter a/w is missing"):
         layout.pack({"a": {}})
+
+
+def test_parts_of_gradients_are_told_apart_by_axes_of_several_devices_alone() -> None:
+    """A norm of queries makes a part of its gradient on each shard of tp; with experts over ep and one shard it does not."""
+    model = Llama(vocab_size=32, d_model=16, num_layers=1, num_heads=4, qk_norm=True, max_seq_len=8)
+    block, params = model.layers[1:2], param_avals(model)
+
+    def kinds(mesh: RankMesh) -> set[str]:
+        return set(ParamLayout.build(block, params, 0, mesh).kinds)
+
+    assert kinds(RankMesh(dp=2, ep=2)) == {"same"}
+    assert kinds(RankMesh(dp=2, ep=2, tp=2)) == {"same", "split", "partial"}

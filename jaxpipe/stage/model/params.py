@@ -369,7 +369,7 @@ def _sharding(layers: Sequence[Layer], tp: RankMesh) -> dict[Place, _Lie]:
                 "jaxpipe.tensor_parallel"
             )
         lie |= {(layer.name, tuple(path)): _lie_of(shard) for path, shard in layer.shards(tp).items()}
-    return {place: (kind, axis) for place, (kind, axis) in lie.items() if axis is None or tp.parts(kind) > 1}
+    return {place: (kind, axis) for place, (kind, axis) in lie.items() if tp.tells_apart(kind)}
 
 
 def undivided_axes(layers: Iterable[Layer], mesh: RankMesh) -> list[str]:

@@ -141,7 +141,7 @@ def test_pack_refuses_other_shapes_and_missing_leaves() -> None:
 
 def test_parts_of_gradients_are_told_apart_by_axes_of_several_devices_alone() -> None:
     """A norm of queries makes a part of its gradient on each shard of tp; with experts over ep and one shard it does not."""
-    model = Llama(vocab_size=32, d_model=16, num_layers=1, num_heads=4, qk_norm=True, max_seq_len=8)
+    model = Llama(vocab_size=32, d_model=16, num_layers=1, num_heads=4, qk_norm=True, seq_len=8)
     block, params = model.layers[1:2], param_avals(model)
 
     def kinds(mesh: RankMesh) -> set[str]:

@@ -18,10 +18,10 @@ N, D, F = 12, 5, 3
 """Tokens of all shards, width, hidden width."""
 
 
-def operands(num_experts: int, seed: int = 0, **columns: float) -> dict[str, Any]:
+def operands(num_experts: int, tokens: int = N, **columns: float) -> dict[str, Any]:
     """Return random parameters and tokens; ``columns``: what is added to the logits of expert ``e0``, ``e1`` and so on."""
-    rng = np.random.default_rng(seed)
-    shapes = {"x": (N, D), "router": (D, num_experts), "up": (num_experts, D, 2, F), "down": (num_experts, F, D)}
+    rng = np.random.default_rng(0)
+    shapes = {"x": (tokens, D), "router": (D, num_experts), "up": (num_experts, D, 2, F), "down": (num_experts, F, D)}
     arrays = {name: rng.normal(0, 1, shape) for name, shape in shapes.items()}
     arrays["x"][:, 0] = 1
     for name, added in columns.items():
@@ -88,13 +88,14 @@ def assert_equal(results: Any, p: dict[str, Any], top_k: int, is_dropped: Any = 
         ((2, 2), 8, 3, {"e0": 30.0, "e5": -30.0}),
         ((4,), 4, 4, {}),
         ((1,), 4, 1, {"e2": 30.0}),
+        ((4, 2), 8, 2, {}),
     ],
-    ids=["four", "hot-and-empty-over-two-axes", "all-chosen", "one-shard"],
+    ids=["four", "hot-and-empty-over-two-axes", "all-chosen", "one-shard", "one-token-a-shard"],
 )
 def test_every_expert_on_every_token_gives_the_same(
     shape: tuple[int, ...], num_experts: int, top_k: int, columns: dict[str, float], products: str, x64: None
 ) -> None:
-    p = operands(num_experts, **columns)
+    p = operands(num_experts, tokens=8 if shape == (4, 2) else N, **columns)
     results = on_shards(p, top_k, shape, products=products)
     assert_equal(results, p, top_k)
     assert not np.any(results[0][1][2])

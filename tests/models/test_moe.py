@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -16,8 +17,11 @@ from flax import linen as nn
 from jaxpipe.axes import RankMesh
 from jaxpipe.errors import ConfigError
 from jaxpipe.experts import route
+from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
+from jaxpipe.stage.compiled.compile import BuildCache, build_all
+from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params
 from jaxpipe.stage.model.reference import apply_model, init_params
 from models.moe import MoE, MoEConfig
@@ -111,7 +115,7 @@ DEEPSEEK = {
     "top_k": 3,
 }
 CASES = [
-    ({}, "1f1b", RankMesh(dp=4, ep=2), "mlp"),
+    ({}, "1f1b", RankMesh(dp=4, ep=2), "experts"),
     ({"products": "ragged", **SHARED}, "zb-h1", RankMesh(dp=2, ep=2, tp=2, sequence=True), "none"),
     (DEEPSEEK, "zb-h1", RankMesh(tp=4, sequence=True), "full"),
 ]
@@ -130,6 +134,30 @@ def test_gradients_are_those_of_every_expert_on_every_token(
         expected["block_01"].pop("router_bias")
         grads["block_01"].pop("router_bias", None)
     assert_close(grads, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("products", ["padded", "ragged"])
+def test_weight_gradients_need_no_exchange_and_no_order(products: str) -> None:
+    tp = RankMesh(dp=2, ep=2)
+    model = MoE(**{**SMALL, "dense_layers": "", "num_layers": 1, "dtype": "float32", "products": products})
+    cut = [model.layers[:1], model.layers[1:2], model.layers[2:]]
+    avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
+    cache, meshes = BuildCache(), [*pipeline_submeshes(1, tp)] * 3
+    counts, saved = {}, {}
+    for policy in ("none", "experts", "full"):
+        stage = build_all(cut, avals, model.batch_spec(ROWS), meshes, policy, tp=tp, cache=cache)[1]
+        jaxprs = {op: stage.functions[op].jaxpr.jaxpr for op in ("F", "B", "W")}
+        names = {op: Counter(eqn.primitive.name for eqn in jaxpr.eqns) for op, jaxpr in jaxprs.items()}
+        counts[policy] = [[names[op][name] for name in ("all_to_all", "sort", "top_k")] for op in jaxprs]
+        saved[policy] = stage.residual_bytes
+        if policy == "none":
+            flops = {op: jaxpr_flops(jaxpr) for op, jaxpr in jaxprs.items()}
+            assert sum(flops.values()) <= 3.03 * flops["F"]
+    # Ragged products exchange counts as well.
+    forward = 3 if products == "ragged" else 2
+    once = [[forward, 1, 1], [2, 0, 0], [0, 0, 0]]
+    assert counts == {"none": once, "experts": once, "full": [once[0], [forward + 2, 1, 1], [0, 0, 0]]}
+    assert saved["none"] > 2 * saved["experts"] > 2 * saved["full"]
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,7 @@ def test_policies_may_differ_between_stages() -> None:
 
 def test_unknown_policy_names_the_known_ones() -> None:
     with pytest.raises(
-        StageError, match="'some' does not exist; choose one of none, cheap, dots, attention, mlp, full, fused, flash"
+        StageError, match="'some' does not exist; choose one of none, cheap, dots, attention, mlp, full, experts, fused"
     ):
         build(MIDDLE, "some")
 

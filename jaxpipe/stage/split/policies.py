@@ -19,6 +19,7 @@ POLICIES: Mapping[str, str] = MappingProxyType(
         "attention": "attention scores and all of their size made from them",
         "mlp": "hidden values of multi-layer perceptrons, from the products that widen to what the last product reads",
         "full": "whole layers: all but their inputs",
+        "experts": "as full, but what experts received and returned stays",
         "fused": "what kernels fused by hand recompute: all but operands and results of products, masks, probabilities",
         "flash": "fused+attention: what kernels fused by hand and flash attention recompute",
         "gather": "sequence-parallel inputs of products, gathered over time again",

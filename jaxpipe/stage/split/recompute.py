@@ -21,6 +21,8 @@ the whole stage.
                and not q, k and v, which are multiplied with each other). Found on the graph: GELU and SwiGLU blocks, experts,
                low-rank projections.
 ``full``       save inputs of layers only; cuDNN's attention kernel, to the others a product whose results are kept, runs again
+``experts``    save inputs of layers, what was exchanged all to all, and results of sorts and top-k: as ``full``, but nothing is
+               sent to experts and back again, nor are they chosen again
 ``fused``      save what a framework of kernels fused by hand saves (Megatron-LM with its own attention): inputs of layers,
                operands and results of products, random masks, attention probabilities: 34 bsh + 5 abs² bytes for a 16-bit GPT
                layer with dropout (Korthikanti et al. 2023). Only elementwise work runs again. The papers' "no recomputation"
@@ -86,6 +88,14 @@ def _cheap(graph: Graph) -> Saveable:
         return v in keep or not is_cheap(graph.eqns[graph.maker[v]]) or _is_narrowed_product(graph, v)
 
     return saveable
+
+
+def _experts(graph: Graph) -> Saveable:
+    keep = set(variables(graph.trace.layer_inputs))
+    for eqn in graph.eqns:
+        if row(eqn).exchange == "all-to-all" or eqn.primitive.name in ("sort", "top_k"):
+            keep.update(eqn.outvars)
+    return keep.__contains__
 
 
 def _fused(graph: Graph) -> Saveable:
@@ -264,6 +274,7 @@ _RULES: Mapping[str, Callable[[Graph], Saveable]] = MappingProxyType(
         "attention": lambda graph: _all_but(_score_region(graph)),
         "mlp": lambda graph: _all_but(_hidden_values(graph)),
         "full": lambda graph: frozenset(variables(graph.trace.layer_inputs)).__contains__,
+        "experts": _experts,
         "fused": _fused,
         "flash": lambda graph: RecomputePolicy(("fused", "attention"))(graph),
         "gather": lambda graph: _all_but(_gathered(graph)),

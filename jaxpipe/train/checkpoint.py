@@ -24,8 +24,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -109,13 +109,20 @@ class CheckpointStore(Closing):
         """Return the newest step with a checkpoint, damaged or not; None if there is none."""
         return max(self.steps(), default=None)
 
-    def latest_intact(self, before: int | None = None) -> Intact:
-        """Return the newest checkpoint (of a step below ``before``) whose files match their checksums, for automatic resume.
-        Reads the files whole. Raises CheckpointError if a newer one can't be read now, though it may be intact.
+    def latest_intact(self, before: int | None = None, *, by_manifest: bool = False) -> Intact:
+        """Return the newest checkpoint (of a step below ``before``) whose files match their checksums. One process reads the
+        files whole, unless ``by_manifest``: then that of each checkpoint alone, for one that is loaded next, which compares the
+        rest. Raises CheckpointError if a newer one can't be read now, though it may be intact.
 
         A run that goes on from it calls ``discard_after(step)`` first, so that newer damaged checkpoints give way.
         """
-        return folders.newest_intact(self.processes, self.directory, before)
+
+        step, warnings = folders.run_on_all_processes(
+            self.processes,
+            "newest checkpoint",
+            conclude=lambda _: astuple(folders.newest_intact(self.directory, before, by_manifest)),
+        )
+        return Intact(step, tuple(warnings))
 
     def best(self) -> int | None:
         """Return the step of lowest finite evaluation loss (the newest of equals); None if no checkpoint has one."""
@@ -245,9 +252,17 @@ class CheckpointStore(Closing):
         readings: list[_Reading] = []
         loaded: list[Checkpoint] = []
 
-        def read() -> None:
+        def read() -> list[str]:
             read_one = partial(_read_groups, like=like, layers=layers, share=share_of_reading(self.processes))
             readings.append(folders.reading(partial(folders.pick, self.directory, step), read_one))
+            return [place for group in readings[0][-1].values() for place in group.places]
+
+        def compare_rest(places_of_process: Sequence[Sequence[str]]) -> None:
+            # What is not asked for is not read; several processes ask for all that there is.
+            if layers is None or self.processes.number > 1:
+                places = {place for places in places_of_process for place in places}
+                with suppress(contents.RemovedCheckpointError):  # by then all arrays have been compared
+                    folders.reading(lambda: readings[0][1], partial(contents.verify_rest, places=places))
 
         def place() -> None:
             manifest, folder, groups = readings[0]
@@ -258,7 +273,7 @@ class CheckpointStore(Closing):
             )
 
         # Apart: nothing is exchanged unless all have read what is theirs.
-        folders.run_on_all_processes(self.processes, "read", read)
+        folders.run_on_all_processes(self.processes, "read", read, compare_rest)
         folders.run_on_all_processes(self.processes, "load", place)
         return loaded[0]
 
@@ -351,14 +366,16 @@ def _read_groups(
     return manifest, folder, groups
 
 
-def newest(store: CheckpointStore, warn: Callable[[str], None], before: int | None = None) -> int | None:
+def newest(
+    store: CheckpointStore, warn: Callable[[str], None], before: int | None = None, *, by_manifest: bool = True
+) -> int | None:
     """Return the newest intact step, of those below ``before``; None if there is no checkpoint. ``warn`` is told of each
-    damaged one passed over.
+    damaged one passed over. ``by_manifest``: its files are compared when it is loaded (:func:`undamaged`).
 
     Raises:
         CheckpointError: none is intact, or a newer one can't be read now.
     """
-    intact = store.latest_intact(before)
+    intact = store.latest_intact(before, by_manifest=by_manifest)
     if intact.step is None and intact.warnings:
         raise CheckpointError(
             f"{store.directory}: no checkpoint is intact ({'; '.join(intact.warnings)}); choose another directory"
@@ -369,8 +386,8 @@ def newest(store: CheckpointStore, warn: Callable[[str], None], before: int | No
 
 
 def undamaged(store: CheckpointStore, step: int, read: Callable[[int], _Read], warn: Callable[[str], None]) -> _Read:
-    """``read(step)``; where the files of a checkpoint match their checksums and its arrays are damaged all the same, that of
-    the newest intact one below its step, of which ``warn`` is told.
+    """``read(step)``; where its files or arrays are damaged, that of the newest intact one below its step, of which ``warn``
+    is told.
 
     Raises:
         CheckpointError: as ``read``; DamagedCheckpointError where there is no older one.

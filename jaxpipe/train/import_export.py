@@ -309,7 +309,6 @@ def _write_folder(
     shapes = leaf_shapes(like)
     table = exchange.tensors(options)
     rows_by_leaf(table, shapes)
-    contents.verify_files(folder, ("params",))
     layers = _LayerReader(folder, manifest)
     tensors = [hf.Planned(row.name, row.shape(shapes[row.leaf]), partial(layers.tensor, row)) for row in table]
     files = hf.write_tensors(to, tensors, dtype, shard_bytes)
@@ -340,7 +339,8 @@ class _LayerReader:
 
     def _read(self, layer: str) -> Params:
         leaves = [leaf for leaf in self._leaves if leaf.layer == layer]
-        arrays = contents.read_arrays(self._folder, "params", leaves, partial=True)
+        others = [leaf for leaf in self._leaves if leaf.layer != layer]
+        arrays = contents.read_arrays(self._folder, "params", leaves, others)
         params: Params = build_trees([layer], leaves, arrays)[layer]
         return params
 

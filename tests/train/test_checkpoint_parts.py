@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import pytest
 from jaxpipe.errors import LOST, CheckpointError
 from jaxpipe.launch import Launch
 from jaxpipe.runtime.processes import Processes
-from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
+from jaxpipe.train.checkpoint import CheckpointStore, load_params, newest, read_manifest
 from jaxpipe.train.checkpoints import contents
 from jaxpipe.train.checkpoints.contents import write_checkpoint
 from jaxpipe.train.checkpoints.leaves import Fragment
@@ -133,17 +134,54 @@ def test_any_number_of_processes_reads_some_layers_each(saved: Path, tmp_path: P
 
 
 def test_layers_that_are_not_asked_for_are_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, layers_read = contents.read_tree, dict[str, Any]()
+    read_part, layers_read = contents._read_part, dict[str, Any]()
 
-    def read_tree(folder: Path, only: Any) -> Any:
-        tree = read(folder, only)
-        layers_read[folder.relative_to(saved / "00000020").as_posix()] = list(tree)
-        return tree
+    def read(folder: Path, name: str, pieces: Any, whole: bool) -> Any:
+        layers_read[name] = [*dict.fromkeys(leaf.layer for leaf, _ in pieces)]
+        return read_part(folder, name, pieces, whole=whole)
 
-    monkeypatch.setattr(contents, "read_tree", read_tree)
+    monkeypatch.setattr(contents, "_read_part", read)
     CheckpointStore(saved).load(20, layers=["head"])
-    extra = {f"part{k}/extra": ["averages", "seen"] for k in (0, 1)}
+    extra = {"part0/extra": ["averages", "seen"], "part1/extra": ["averages"]}
     assert layers_read == {"part0/params": ["head"], "part0/optimizer": ["head"], **extra}
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 2)])
+def test_a_run_that_goes_on_reads_each_byte_once(tmp_path: Path, writers: int, readers: int) -> None:
+    names = [f"h.{k}" for k in range(6)]
+
+    def layers(processes: Processes, number: int) -> list[str]:
+        return names[len(names) * processes.mine // number : len(names) * (processes.mine + 1) // number]
+
+    def save(store: CheckpointStore) -> None:
+        params = {x: np.random.default_rng(k).random(1 << 18) for k, x in enumerate(names)}
+        mine = {layer: params[layer] for layer in layers(store.processes, writers)}
+        store.save(1, mine, {layer: (array, array[:5]) for layer, array in mine.items()}, META)
+
+    def resume(store: CheckpointStore) -> Any:
+        own = layers(store.processes, readers)
+        assert newest(store, pytest.fail) == 1
+        return store.load(1, layers=own).params.keys() == set(own)
+
+    def bytes_read() -> int:
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
+
+    assert saved_by(writers, tmp_path, save) == [None] * writers
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    before = bytes_read()
+    assert saved_by(readers, tmp_path, resume) == [True] * readers
+    assert (bytes_read() - before) / size < 1.05
+    # A flipped bit is found before anything is trained, also in a file that several read.
+    victim = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    with victim.open("r+b") as file:
+        file.seek(1_234_567)
+        (byte,) = file.read(1)
+        file.seek(1_234_567)
+        file.write(bytes([byte ^ 8]))
+    error = same_error(
+        saved_by(readers, tmp_path, lambda store: store.load(1, layers=layers(store.processes, readers)))
+    )
+    assert re.search(f"is damaged: .*{victim.name}.*checksum|is damaged: .*(params|optimizer): h[^ ]* is not", error)
 
 
 # -- columns --------------------------------------------------------------------------------------------------------------
@@ -335,11 +373,11 @@ with CheckpointStore(sys.argv[1], keep_last=2, processes=processes) as store:
         store.save(step, state(step), {}, {"step": step})
     store.wait()
     assert store.latest_intact().step == last
-    read_tree, parts = contents.read_tree, set()
-    def read(folder, only):
-        parts.add(folder.parent.name)
-        return read_tree(folder, only)
-    contents.read_tree = read
+    read_part, parts = contents._read_part, set()
+    def read(folder, name, pieces, whole):
+        parts.add(name.split("/")[0])
+        return read_part(folder, name, pieces, whole=whole)
+    contents._read_part = read
     layers = [str(1 - mine)] if processes.columns == 1 else None
     values = {layer: np.unique(array).tolist() for layer, array in store.load(layers=layers).params.items()}
     assert values == dict.fromkeys(layers or "01", [last])

@@ -12,8 +12,10 @@ Of several processes each writes all this, with its own layers, into ``part0/``,
 ``checkpoint.json`` of all leaves, which says of each in which parts its pieces are (:mod:`~jaxpipe.train.checkpoints.leaves`),
 and a ``SHA256SUMS`` of all files.
 
-Orbax 0.12 loads flipped bits without noticing, so files are verified before Orbax decodes them (corrupt input never
-reaches its decoders), and every array is verified again after decoding, against what was in memory when it was saved.
+Orbax 0.12 loads flipped bits without noticing, so files are compared with their checksums, and arrays with those of what was
+in memory when they were saved. A file is read once for both: arrays lie in it as they do in memory. Those of up to 1 MiB alone,
+in which the nodes of Orbax's trees are, are compared before they are decoded. Of a larger one that has arrays for others, too,
+a process reads and compares its own arrays. What was written with compression is compared whole, and decoded after that.
 Nothing is pickled, and nothing in ``checkpoint.json`` is believed: what is read has the types and shapes that
 :func:`manifest_text` writes, or is refused.
 """
@@ -26,7 +28,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
@@ -37,8 +39,8 @@ import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError
-from jaxpipe.train.checkpoints.leaves import Leaf, LeafKey, Piece, Ranges, Share, Snapshot, dtype_of
-from jaxpipe.train.checkpoints.orbax_trees import read_tree, write_tree
+from jaxpipe.train.checkpoints.leaves import Leaf, LeafKey, Piece, Ranges, Snapshot, dtype_of
+from jaxpipe.train.checkpoints.orbax_trees import read_tree, stored_values, write_tree
 
 FORMATS = (1, 2, 3)
 """Format numbers: a checkpoint that one process has written, one of the parts of several, and one with leaves in pieces. A
@@ -238,7 +240,7 @@ MANIFEST = "checkpoint.json"
 SUMS = "SHA256SUMS"
 
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S[^\n]*)")
-_IN_PART = re.compile(r"part([0-9]{1,9})/([^/]+)(/.*)?")
+_PART = re.compile("part[0-9]{1,9}")
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -275,8 +277,9 @@ def write_checkpoint(
     # The order matters: arrays, then what they are, then checksums of all, each flushed; a kill in between leaves no
     # SHA256SUMS. Read back before the manifest says that they are there: what Orbax has written wrongly must never
     # count, as older checkpoints are removed for this one.
-    for group in groups:
-        _read_pieces(folder, group, manifest.leaves[group], None, partial=False)
+    for group, leaves in manifest.leaves.items():
+        if pieces := [(leaf, leaf.pieces[0]) for leaf in leaves if leaf.size]:
+            _decoded(folder, group, pieces, whole=True)
     (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
     _write_sums(folder, {name: _file_sha256(folder / name, flush=True) for name in _file_names(folder)})
     for directory in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
@@ -306,32 +309,20 @@ def join_parts(folder: Path, number: int) -> None:
     flush_directory(folder)
 
 
-def verify_files(
-    folder: Path,
-    groups: Sequence[str] = GROUPS,
-    parts: Collection[int | None] | None = None,
-    share: Share = (0, 1),
-) -> None:
-    """Compare the files of ``groups`` and the manifest with their checksums, those in ``parts`` or else a ``share`` of them;
-    decodes nothing. A file missing anywhere in the folder, of which each share looks for some, is damage; files of others are
-    ignored.
+def verify_files(folder: Path) -> None:
+    """Compare all files of a checkpoint with their checksums; decodes nothing. Files of others are ignored.
 
     Raises:
         DamagedCheckpointError: a file is missing or does not match.
         UnreadableCheckpointError: the system refuses to read one.
     """
-    for index, (name, expected) in enumerate(_read_sums(folder).items()):
-        part, group = _place(name)
-        in_share = index % share[1] == share[0]
-        compared = group in (*groups, MANIFEST, SUMS) and (in_share if parts is None else part in parts)
-        if not (compared or in_share):
-            continue
-        with _opened(folder, name) as file:
-            if not compared:
-                continue
-            digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
-        if digest != expected:
-            raise _mismatch(folder, name, size)
+    verify_rest(folder, ())
+
+
+def verify_rest(folder: Path, places: Collection[str]) -> None:
+    """Compare the files in none of ``places``, such as ``part0/params``; errors as of :func:`verify_files`."""
+    sums = _read_sums(folder)
+    _compare(folder, {name: digest for name, digest in sums.items() if _place(name) not in places})
 
 
 def read_manifest_of(folder: Path) -> Manifest:
@@ -349,10 +340,13 @@ def read_manifest_of(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {MANIFEST}: {error}") from None
 
 
-def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], *, partial: bool = False) -> list[np.ndarray]:
+def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], others: Sequence[Leaf] = ()) -> list[np.ndarray]:
     """Return the arrays of leaves of one group; arguments and errors as of :func:`read_pieces`."""
-    pieces = read_pieces(folder, group, leaves, partial=partial)
+    pieces = read_pieces(folder, group, leaves, others=others)
     return [leaf.assembled(arrays) for leaf, arrays in zip(leaves, pieces, strict=True)]
+
+
+_Stored = tuple[Leaf, Piece]
 
 
 def read_pieces(
@@ -360,50 +354,105 @@ def read_pieces(
     group: str,
     leaves: Sequence[Leaf],
     parts: Collection[int | None] | None = None,
-    *,
-    partial: bool = False,
+    others: Sequence[Leaf] = (),
 ) -> list[list[np.ndarray | None]]:
     """Return for each leaf of one group the arrays of its pieces, each compared with its checksum; None for those in other
-    ``parts``. ``partial``: there may be other leaves, which are not read.
+    ``parts``. The files that have them are compared with theirs while they are read, but those above 1 MiB of parts that have
+    ``others``, too: leaves that are not read.
 
-    Call ``verify_files`` first. Raises DamagedCheckpointError, also where pieces are missing.
+    Raises DamagedCheckpointError, also where pieces are missing, and UnreadableCheckpointError.
     """
     if problem := next(filter(None, (leaf.problem for leaf in leaves)), ""):
         raise DamagedCheckpointError(f"checkpoint {folder} is incomplete: {group}: {problem}")
-    return _read_pieces(folder, group, leaves, parts, partial)
-
-
-def _read_pieces(
-    folder: Path, group: str, leaves: Sequence[Leaf], parts: Collection[int | None] | None, partial: bool
-) -> list[list[np.ndarray | None]]:
-    leaves_by_part: dict[int | None, list[Leaf]] = {}
+    pieces_of: dict[int | None, list[_Stored]] = {}
     for leaf in leaves:
-        for part in {piece.part: None for piece in leaf.pieces if leaf.size}:
-            if parts is None or part in parts:
-                leaves_by_part.setdefault(part, []).append(leaf)
-    trees: dict[int | None, Any] = {
-        part: _restore(folder, _name_of(part, group), _nested((leaf, 0) for leaf in part_leaves) if partial else None)
-        for part, part_leaves in leaves_by_part.items()
-    }
+        for piece in leaf.pieces if leaf.size else ():  # Orbax stores no array without elements
+            if parts is None or piece.part in parts:
+                pieces_of.setdefault(piece.part, []).append((leaf, piece))
+    shared = {piece.part for leaf in others for piece in leaf.pieces}
+    arrays: dict[_Stored, np.ndarray] = {}
+    for part, pieces in pieces_of.items():
+        read = _read_part(folder, name_of(part, group), pieces, whole=part not in shared)
+        arrays |= zip(pieces, read, strict=True)
+    return [
+        [arrays.get((leaf, x)) if leaf.size else np.zeros(leaf.shape, leaf.numpy_dtype) for x in leaf.pieces]
+        for leaf in leaves
+    ]
 
-    def read(leaf: Leaf, piece: Piece) -> np.ndarray | None:
-        # Orbax refuses arrays without elements; the manifest says all there is to say.
-        if not leaf.size:
-            return np.zeros(leaf.shape, leaf.numpy_dtype)
-        if piece.part not in trees:
-            return None
-        node = trees[piece.part]
+
+_SMALL = 2**20
+"""Files up to so many bytes are compared before anything in them is decoded."""
+
+
+def _read_part(folder: Path, name: str, pieces: Sequence[_Stored], *, whole: bool) -> list[np.ndarray]:
+    """Return the arrays of ``pieces``, which lie in the folder ``name``. ``whole``: they are all that is there."""
+    sums = {file_name: digest for file_name, digest in _read_sums(folder).items() if _place(file_name) == name}
+    large = _compare(folder, sums, _SMALL)
+    values = _from_orbax(folder, name, stored_values)
+    arrays: list[np.ndarray] = []
+    spans_of: dict[str, list[tuple[int, np.ndarray]]] = {file_name: [] for file_name in large} if whole else {}
+    for leaf, piece in pieces:
+        value, shape = values.get(".".join(leaf.storage_keys), b""), leaf.stored_shape(piece)
+        file, first, size = (None, 0, len(value)) if isinstance(value, bytes) else (f"{name}/{value[0]}", *value[1:])
+        if size != math.prod(shape) * leaf.numpy_dtype.itemsize or (file and file not in sums):
+            _compare(folder, large)
+            return _decoded(folder, name, pieces, whole=whole)
+        arrays.append(np.empty(shape, leaf.numpy_dtype))
+        data = arrays[-1].reshape(-1).view(np.uint8)
+        if file:
+            spans_of.setdefault(file, []).append((first, data))
+        else:
+            data[:] = np.frombuffer(value, np.uint8)
+    for file, spans in spans_of.items():
+        _fill(folder, file, spans, large.get(file, "") if whole else "")
+    for (leaf, piece), array in zip(pieces, arrays, strict=True):
+        _check_array(folder, name, leaf, piece, array)
+    return arrays
+
+
+def _fill(folder: Path, name: str, spans: Sequence[tuple[int, np.ndarray]], expected: str) -> None:
+    """Read arrays of bytes at these places of a file, front to back; with the checksum ``expected`` what lies between, too."""
+    digest = hashlib.sha256()
+    with _opened(folder, name) as file:
+        for first, data in sorted(spans, key=lambda span: span[0]):
+            if expected:
+                _update(digest, file, first)
+            else:
+                file.seek(first)
+            file.readinto(data.data)  # where the file ends before, what is in the array does not match
+            digest.update(data.data if expected else b"")
+        if expected:
+            _update(digest, file)
+            if digest.hexdigest() != expected:
+                raise _mismatch(folder, name, file.tell())
+
+
+def _update(digest: Any, file: BufferedReader, stop: float = math.inf) -> None:
+    """Read on to ``stop``, or the end."""
+    while block := file.read(int(max(min(stop - file.tell(), _SMALL), 0))):
+        digest.update(block)
+
+
+def _decoded(folder: Path, name: str, pieces: Sequence[_Stored], *, whole: bool) -> list[np.ndarray]:
+    """Return the arrays of ``pieces`` as Orbax reads them. ``whole``: they are all that is there."""
+    only = None if whole else _nested((leaf, 0) for leaf, _ in pieces)
+    tree = _from_orbax(folder, name, lambda place: read_tree(place, only))
+    arrays = []
+    for leaf, piece in pieces:
+        node = tree
         for key in leaf.storage_keys:
             node = node.get(key) if isinstance(node, dict) else None
-        array = np.asarray(node)
-        fits = (array.shape, array.dtype.name) == (leaf.stored_shape(piece), leaf.dtype)
-        if not fits or _array_sha256(array) != piece.sha256:
-            raise DamagedCheckpointError(
-                f"checkpoint {folder} is damaged: {_name_of(piece.part, group)}: {leaf.name} is not the array that was saved"
-            )
-        return array
+        arrays.append(np.asarray(node))
+        _check_array(folder, name, leaf, piece, arrays[-1])
+    return arrays
 
-    return [[read(leaf, piece) for piece in leaf.pieces] for leaf in leaves]
+
+def _check_array(folder: Path, name: str, leaf: Leaf, piece: Piece, array: np.ndarray) -> None:
+    fits = (array.shape, array.dtype.name) == (leaf.stored_shape(piece), leaf.dtype)
+    if not fits or _array_sha256(array) != piece.sha256:
+        raise DamagedCheckpointError(
+            f"checkpoint {folder} is damaged: {name}: {leaf.name} is not the array that was saved"
+        )
 
 
 @contextmanager
@@ -472,6 +521,18 @@ def _system_errors(folder: Path, name: str) -> Iterator[None]:
         ) from error
 
 
+def _compare(folder: Path, sums: Mapping[str, str], most: float = math.inf) -> dict[str, str]:
+    """Compare files with their checksums, but return those of more than ``most`` bytes."""
+    large = {}
+    for name, expected in sums.items():
+        with _opened(folder, name) as file:
+            if os.fstat(file.fileno()).st_size > most:
+                large[name] = expected
+            elif hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                raise _mismatch(folder, name, file.tell())
+    return large
+
+
 def _mismatch(folder: Path, name: str, size: int) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"checkpoint {folder} is damaged: {name} ({size} bytes) does not match its checksum (truncated or altered since it "
@@ -530,14 +591,14 @@ def _write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     _file_sha256(folder / SUMS, flush=True)
 
 
-def _name_of(part: int | None, group: str) -> str:
+def name_of(part: int | None, group: str) -> str:
     return group if part is None else f"part{part}/{group}"
 
 
-def _place(name: str) -> tuple[int | None, str]:
-    """Part and group that a file is in, by its name."""
-    match = _IN_PART.fullmatch(name)
-    return (int(match[1]), match[2]) if match else (None, name.split("/")[0])
+def _place(name: str) -> str:
+    """Return the group that a file is in, with its part; of a file in none its own name."""
+    first, *rest = name.split("/")
+    return "/".join([first, *rest[:1]]) if _PART.fullmatch(first) else first
 
 
 def _nested(values: Iterable[tuple[Leaf, Any]]) -> dict[str, Any]:
@@ -557,9 +618,9 @@ def _write_arrays(folder: Path, content: Snapshot) -> None:
         write_tree(folder, tree)
 
 
-def _restore(folder: Path, name: str, only: Mapping[str, Any] | None) -> Any:
+def _from_orbax(folder: Path, name: str, read: Callable[[Path], Any]) -> Any:
     try:
-        return read_tree(folder / name, only)
+        return read(folder / name)
     except MemoryError:
         raise
     except Exception as error:

@@ -127,22 +127,19 @@ def steps_by_loss(folders: Iterable[CheckpointFolder]) -> list[int]:
     return sorted(known_losses, key=lambda step: (known_losses[step], -step))
 
 
-def find_damage(folder: Path, share: Share = (0, 1)) -> CheckpointError | None:
-    """Return why the files of a checkpoint (``share``: as ``verify_files``) can't be read or don't match their checksums; None
-    if they do."""
+def find_damage(folder: Path) -> CheckpointError | None:
+    """Return why the files of a checkpoint can't be read or don't match their checksums; None if they do."""
     try:
         with contents.watched(folder):
-            contents.verify_files(folder, share=share)
+            contents.verify_files(folder)
     except CheckpointError as error:
         return error
     return None
 
 
-def newest_intact_in(
-    directory: Path, before: int | None = None, check: Callable[[Path], CheckpointError | None] = find_damage
-) -> Intact:
-    """Return the newest checkpoint (of a step below ``before``) whose files match their checksums. Reads the files whole, by
-    ``check``.
+def newest_intact(directory: Path, before: int | None, by_manifest: bool) -> Intact:
+    """Return the newest checkpoint (of a step below ``before``) whose files match their checksums, or ``by_manifest`` that one
+    alone.
 
     Raises:
         CheckpointError: a newer one can't be read now, though it may be intact (for want of permission, say).
@@ -151,7 +148,7 @@ def newest_intact_in(
     for folder in reversed(scan_folders(directory)):
         if before is not None and folder.step >= before:
             continue
-        error = folder.error or check(folder.path)
+        error = folder.error or (None if by_manifest else find_damage(folder.path))
         if error is None:
             return Intact(folder.step, tuple(warnings))
         if isinstance(error, MisnamedCheckpointError):
@@ -363,6 +360,7 @@ class GroupArrays:
     arrays: Sequence[list[np.ndarray | None]]
     readers: Mapping[int | None, int]
     like: Mapping[str, PyTree] | None
+    places: Sequence[str]
 
     def place(self, sharding: Placement | Mapping[str, Placement] | None) -> dict[str, PyTree]:
         """Return the trees, arrays where they go. Raises CheckpointError."""
@@ -410,18 +408,19 @@ def read_group(
             f"settings that it was saved with (under meta in its {contents.MANIFEST}), or another checkpoint"
         )
     # Compared whole before layers are chosen: a process that reads some must refuse what the others refuse.
+    others: Sequence[Leaf] = ()
     if chosen_layers is not None:
-        layers, leaves = (
-            [x for x in layers if x in chosen_layers],
-            [leaf for leaf in leaves if leaf.layer in chosen_layers],
-        )
+        layers = [x for x in layers if x in chosen_layers]
+        others = [leaf for leaf in leaves if leaf.layer not in chosen_layers]
+        leaves = [leaf for leaf in leaves if leaf.layer in chosen_layers]
         group_like = group_like and {layer: content for layer, content in group_like.items() if layer in chosen_layers}
     column, columns = share
     readers = readers_of_parts(leaves, columns)
     parts = {part for part, reader in readers.items() if reader == column}
-    contents.verify_files(folder, (group,), parts, share)
-    arrays = contents.read_pieces(folder, group, leaves, parts, partial=chosen_layers is not None)
-    return GroupArrays(layers, leaves, arrays, readers, group_like)
+    arrays = contents.read_pieces(folder, group, leaves, parts, others)
+    stored = {piece.part: None for leaf in leaves if leaf.size for piece in leaf.pieces}
+    places = [contents.name_of(part, group) for part in stored]
+    return GroupArrays(layers, leaves, arrays, readers, group_like, places)
 
 
 @contextmanager
@@ -483,40 +482,6 @@ def run_on_all_processes(
         kind = _KINDS.get(answer["kind"], CheckpointError)
         raise kind(answer["text"]) from cause
     return answer["value"]
-
-
-def newest_intact(processes: Processes, directory: Path, before: int | None) -> Intact:
-    """Do what :func:`newest_intact_in` does, each process verifying its share of the files of a checkpoint."""
-    if processes.number == 1:
-        return newest_intact_in(directory, before)
-
-    def verify(folder: Path) -> CheckpointError | None:
-        def verify_share() -> None:
-            if error := find_damage(folder, (processes.mine, processes.number)):
-                raise error
-
-        try:
-            run_on_all_processes(processes, "verified", verify_share)
-        except CheckpointError as error:
-            return error
-        return None
-
-    def lead() -> tuple[int | None, tuple[str, ...]]:
-        try:
-            intact = newest_intact_in(
-                directory, before, lambda folder: verify(directory / processes.broadcast("verify", folder.name))
-            )
-        finally:  # an empty name ends the loop of those who follow, also where this one raised
-            processes.broadcast("verify", "")
-        return intact.step, intact.warnings
-
-    def follow() -> None:
-        while name := processes.broadcast("verify", ""):
-            verify(directory / name)
-
-    work = follow if processes.mine else lead
-    step, warnings = run_on_all_processes(processes, "newest checkpoint", work, lambda intact: intact[0])
-    return Intact(step, tuple(warnings))
 
 
 def _error_message(error: Exception, who: str = "") -> dict[str, str]:

@@ -92,7 +92,8 @@ def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest 
                 "choose another run.out_dir, or delete that folder"
             )
         return None
-    step = newest(store, _warning(note))
+    # At the end of a run nothing is loaded, so nothing but this would look at the files.
+    step = newest(store, _warning(note), by_manifest=(store.latest() or 0) < config.run.steps)
     if step is None and config.run.resume == "must":
         raise CheckpointError(f"{store.directory}: no checkpoint to resume from; run.resume=auto starts anew")
     return None if step is None else read_manifest(store.path(step))

@@ -31,7 +31,7 @@ from flax import linen as nn
 
 from jaxpipe.context_parallel import own_positions
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.table import MOST_LAYERS, HuggingFace, Keys, Tensor, conflict, refused
+from jaxpipe.interop.table import MOST_LAYERS, HuggingFace, Keys, Part, Tensor, conflict, refused
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import (
     Layer,
@@ -534,19 +534,19 @@ def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
     for i, layer in enumerate(block_names(c.num_layers)):
 
         def add(
-            name: str, path: str, pattern: str, part: tuple[int, int, int] | None = None, i: int = i, layer: str = layer
+            name: str, path: str, pattern: str, parts: tuple[Part, ...] = (), i: int = i, layer: str = layer
         ) -> None:
-            rows.append(Tensor(f"model.layers.{i}.{name}", layer, tuple(path.split("/")), pattern, part))
+            rows.append(Tensor(f"model.layers.{i}.{name}", layer, tuple(path.split("/")), pattern, parts))
 
         for name, first, last in (("q", 0, R), ("k", R, R + 1), ("v", R + 1, R + 2)):
-            add(f"self_attn.{name}_proj.weight", "qkv/kernel", "(g r k) d -> d g r k", (2, first, last))
+            add(f"self_attn.{name}_proj.weight", "qkv/kernel", "(g r k) d -> d g r k", ((2, first, last),))
             if c.qkv_bias:
-                add(f"self_attn.{name}_proj.bias", "qkv/bias", "(g r k) -> g r k", (1, first, last))
+                add(f"self_attn.{name}_proj.bias", "qkv/bias", "(g r k) -> g r k", ((1, first, last),))
         add("self_attn.o_proj.weight", "out/kernel", "d (h k) -> h k d")
         for n, name in enumerate(("gate", "up")):
-            add(f"mlp.{name}_proj.weight", "gate_up/kernel", "(n f) d -> d n f", (1, n, n + 1))
+            add(f"mlp.{name}_proj.weight", "gate_up/kernel", "(n f) d -> d n f", ((1, n, n + 1),))
             if c.mlp_bias:
-                add(f"mlp.{name}_proj.bias", "gate_up/bias", "(n f) -> n f", (0, n, n + 1))
+                add(f"mlp.{name}_proj.bias", "gate_up/bias", "(n f) -> n f", ((0, n, n + 1),))
         add("mlp.down_proj.weight", "down/kernel", "d f -> f d")
         if c.out_bias:
             add("self_attn.o_proj.bias", "out/bias", "d -> d")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,15 @@ class Weights:
     def _leaf(self, leaf: Leaf, rows: list[tuple[Tensor, Stored]]) -> np.ndarray:
         shape = self.shapes[leaf]
         # a leaf of several tensors is filled part by part; zeros remain only where its table says ``padded``
-        array = np.zeros(shape, np.float32) if rows[0][0].part is not None else None
-        for row, stored in rows:
-            with opened(stored.file) as file:
-                piece = row.to_ours(read_tensor(file, stored), shape)
-            if array is None:
-                return np.ascontiguousarray(piece)
-            array[row.index()] = piece
+        array = np.zeros(shape, np.float32) if rows[0][0].parts else None
+        with ExitStack() as stack:
+            # Hundreds of experts' tensors are in one file, whose header takes milliseconds.
+            files = {path: stack.enter_context(opened(path)) for path in dict.fromkeys(x.file for _, x in rows)}
+            for row, stored in rows:
+                piece = row.to_ours(read_tensor(files[stored.file], stored), shape)
+                if array is None:
+                    return np.ascontiguousarray(piece)
+                array[row.index()] = piece
         assert array is not None
         return array
 

@@ -28,6 +28,8 @@ from jaxpipe.text import truncate
 
 Leaf = tuple[str, Path]
 """The address of a parameter: its layer, and its path in that layer's tree."""
+Part = tuple[int, int, int]
+"""A part of a leaf: its axis, start and stop."""
 
 TARGETS: Mapping[str, str] = {
     "gpt2": "models.gpt:GPT",
@@ -39,20 +41,20 @@ TARGETS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A row of the table: the tensor ``name`` of the folder, and ``layer`` and ``path`` of our leaf. ``pattern``: einops' from
-    theirs to ours, with our axes one by one: ``(h k) d -> d h k``. ``part``: axis, start and stop of the leaf that the tensor
-    fills; by default all. ``padded``: the rest of the leaf is rows of zeros, which are in no file."""
+    theirs to ours, with our axes one by one: ``(h k) d -> d h k``. ``parts``: along which axes the tensor fills how much of the
+    leaf; by default all. ``padded``: the rest of the leaf is rows of zeros, which are in no file."""
 
     name: str
     layer: str
     path: Path
     pattern: str
-    part: tuple[int, int, int] | None = None
+    parts: tuple[Part, ...] = ()
     padded: bool = False
 
     @classmethod
     def of_words(cls, name: str, layer: str, path: Path, words: int, rows: int) -> Tensor:
         """Return a row for each of ``words``, of a leaf that has ``rows`` of them: an embedding or a head."""
-        return cls(name, layer, path, "v d -> v d", (0, 0, words) if rows > words else None, rows > words)
+        return cls(name, layer, path, "v d -> v d", ((0, 0, words),) if rows > words else (), rows > words)
 
     @property
     def leaf(self) -> Leaf:
@@ -65,16 +67,13 @@ class Tensor:
 
     def index(self) -> tuple[slice, ...]:
         """The index of the leaf that the tensor fills."""
-        if self.part is None:
-            return (slice(None),)
-        axis, start, stop = self.part
-        return (*[slice(None)] * axis, slice(start, stop))
+        slices = {axis: slice(start, stop) for axis, start, stop in self.parts}
+        return tuple(slices.get(axis, slice(None)) for axis in range(max(slices, default=0) + 1))
 
     def axes(self, leaf: Sequence[int]) -> dict[str, int]:
         """Return the sizes of the pattern's axes for a leaf of this shape."""
         shape = list(leaf)
-        if self.part is not None:
-            axis, start, stop = self.part
+        for axis, start, stop in self.parts:
             shape[axis] = stop - start
         return dict(zip(self.sides[1].split(), shape, strict=True))
 
@@ -153,14 +152,16 @@ def rows_by_leaf(table: Sequence[Tensor], leaves: Mapping[Leaf, tuple[int, ...]]
 
 
 def _fill(rows: Sequence[Tensor], shape: Sequence[int]) -> bool:
-    """Return whether these rows fill a leaf of this shape exactly once: it is one of them, or their parts follow each other."""
-    # a row without a part fills the whole leaf, so a second one beside it would write the same numbers twice
-    parts = sorted(row.part for row in rows if row.part is not None)
-    if len(parts) < len(rows) or not parts:
-        return len(rows) == 1
-    axis, _, end = parts[-1]
-    follow = [start for _, start, _ in parts] == [0, *(stop for _, _, stop in parts[:-1])]
-    return follow and {a for a, _, _ in parts} == {axis} and (end == shape[axis] or any(row.padded for row in rows))
+    """Return whether these rows fill each element of a leaf of this shape exactly once, or of a padded one at most once."""
+    parts = [{axis: part for axis, *part in row.parts} for row in rows]
+    edges = [sorted({0, size, *(edge for p in parts for edge in p.get(axis, ()))}) for axis, size in enumerate(shape)]
+    if any((ends[0], ends[-1]) != (0, size) for ends, size in zip(edges, shape, strict=True)):
+        return False
+    # Between two neighbouring edges of each axis all elements are filled alike: one count stands for them.
+    counts = np.zeros([len(ends) - 1 for ends in edges], np.int32)
+    for part in parts:
+        counts[tuple(slice(*map(ends.index, part.get(axis, (0, ends[-1])))) for axis, ends in enumerate(edges))] += 1
+    return bool(rows) and counts.max(initial=1) == 1 and (counts.min(initial=1) == 1 or any(row.padded for row in rows))
 
 
 def _named(leaf: Leaf) -> str:

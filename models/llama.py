@@ -19,7 +19,7 @@ compute the same key and value head and divide its query heads: qkv then lies wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -53,6 +53,7 @@ from jaxpipe.tensor_parallel import (
     own_query_heads,
     row_parallel,
     shard_key,
+    sum_parts,
 )
 
 from .attention import attention
@@ -136,9 +137,10 @@ class LlamaConfig(DecoderConfig):
     ``num_kv_heads``: None means as many as ``num_heads`` (multi-head attention). ``head_dim``: None means ``d_model /
     num_heads``. ``mlp_size``: None means 8/3 of ``d_model`` rounded up to a multiple of 32. ``rope_every``: each layer of a
     number that it divides, counted from 1, has no rotary positions; 0: all have. Of positions only differences count, so they
-    need no new start with the mask ``document``. ``qk_norm``: RMSNorm of queries and keys, one head at a time. ``window``: how
-    many positions each one sees, itself the last of them; None: all up to itself. ``dropout`` (which Llama trains without)
-    applies to attention probabilities and to what each branch adds.
+    need no new start with the mask ``document``. ``qk_norm``: RMSNorm of queries and keys, one head at a time, or, with
+    ``joint_qk_norm``, of all heads together (OLMoE's). ``window``: how many positions each one sees, itself the last of them;
+    None: all up to itself. ``dropout`` (which Llama trains without) applies to attention probabilities and to what each branch
+    adds.
     """
 
     model = "Llama"
@@ -155,6 +157,7 @@ class LlamaConfig(DecoderConfig):
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -179,6 +182,10 @@ class LlamaConfig(DecoderConfig):
             raise ConfigError(
                 f"{self.model}: num_kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}; "
                 f"use one of {divisors(self.num_heads)}"
+            )
+        if self.joint_qk_norm and not self.qk_norm:
+            raise ConfigError(
+                f"{self.model}: joint_qk_norm is true, and qk_norm false: there is no norm; set both, or none"
             )
         if not 1 < self.rope_theta < float("inf"):
             raise ConfigError(f"{self.model}: rope_theta is {self.rope_theta}; want a number above 1 such as 10000")
@@ -293,7 +300,8 @@ class Block(DecoderBlock):
         k, v = qkv[:, :, :, R], qkv[:, :, :, R + 1]  # each [B, T, G, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
         if c.qk_norm:
-            q, k = c.norm("norm_q")(q), c.norm("norm_k")(k)
+            norm = partial(HeadsNorm, c.norm_eps, c.dtype, tp) if c.joint_qk_norm else lambda name: c.norm(name)
+            q, k = norm(name="norm_q")(q), norm(name="norm_k")(k)
         if self.rotary:
             turned = partial(rotate, theta=c.rope_theta, scaling=c.rope_scaling, tp=tp)
             q, k = turned(q), turned(k)
@@ -306,6 +314,23 @@ class Block(DecoderBlock):
     @nn.nowrap
     def mlp(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
         return swiglu(self.config, self.tp, self.config.mlp_width, x, residual)
+
+
+class HeadsNorm(nn.Module):
+    """RMSNorm over all heads together, [B, T, H, K], of all shards."""
+
+    eps: float
+    dtype: Any
+    tp: RankMesh = ONE_SHARD
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, x.shape[2:], self.dtype)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        # Between the parallel products each shard has all times, of its own heads.
+        squares = sum_parts(jnp.sum(jnp.square(wide), (-2, -1), keepdims=True), replace(self.tp, sequence=False))
+        normed = wide * jax.lax.rsqrt(squares / (math.prod(x.shape[2:]) * self.tp.size) + self.eps)
+        return normed.astype(x.dtype) * scale[None, None]
 
 
 def swiglu(
@@ -340,8 +365,14 @@ def attention_shards(c: LlamaConfig, tp: RankMesh) -> dict[Path, Shard]:
     shards: dict[Path, Shard] = {("qkv", "kernel"): "partial" if shared else 1, ("out", "kernel"): 0}
     if c.qkv_bias:
         shards[("qkv", "bias")] = "partial" if shared else 0
+    if c.qk_norm and c.joint_qk_norm and shared:
+        raise ConfigError(
+            f"{c.model}: joint_qk_norm with tp {tp.size}, where shards share key heads: use tp up to {c.kv_heads}, the number "
+            "of key and value heads"
+        )
     if c.qk_norm:
-        shards |= {("norm_q", "scale"): "partial", ("norm_k", "scale"): "partial"}
+        norms: Shard = 0 if c.joint_qk_norm else "partial"
+        shards |= {("norm_q", "scale"): norms, ("norm_k", "scale"): norms}
     if c.out_bias:
         shards |= partial_leaves(tp, ("out", "bias"))
     return {**shards, **norm_shards(c, "norm_attn", tp), **norm_shards(c, "norm_mlp", tp)}
@@ -411,7 +442,13 @@ def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     keys = Keys(config)
     keys.only("model_type", *_ARCHITECTURES)
     kind = keys.text("model_type")
-    defaults = {**_COMMON, **_DEFAULTS[kind]}
+    return decoder_options(config, kind, _DEFAULTS[kind])
+
+
+def decoder_options(config: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a decoder of the model_type ``kind``. ``defaults``: the meaning of its absent keys, where that is
+    not :data:`_COMMON`."""
+    defaults = {**_COMMON, **defaults}
     theta = defaults.pop("rope_theta")
     keys = Keys({**defaults, **config})
     keys.whole("num_hidden_layers", most=MOST_LAYERS)
@@ -528,6 +565,11 @@ def _window_of(keys: Keys, kind: str, rope_every: int) -> dict[str, Any]:
 
 def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
     c = build_options(LlamaConfig, options, "models.llama:Llama")
+    return decoder_tensors(c, lambda i, layer: swiglu_tensors(c, f"model.layers.{i}.mlp", layer))
+
+
+def decoder_tensors(c: LlamaConfig, mlp_tensors: Callable[[int, str], Iterable[Tensor]]) -> list[Tensor]:
+    """Return the table of a decoder. ``mlp_tensors``: of the MLP in a layer, by number and name."""
     R = c.num_heads // c.kv_heads
     words = c.vocab_size, c.vocab_rows
     rows = [Tensor.of_words("model.embed_tokens.weight", "embed", ("tokens", "embedding"), *words)]
@@ -543,33 +585,49 @@ def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
             if c.qkv_bias:
                 add(f"self_attn.{name}_proj.bias", "qkv/bias", "(g r k) -> g r k", ((1, first, last),))
         add("self_attn.o_proj.weight", "out/kernel", "d (h k) -> h k d")
-        for n, name in enumerate(("gate", "up")):
-            add(f"mlp.{name}_proj.weight", "gate_up/kernel", "(n f) d -> d n f", ((1, n, n + 1),))
-            if c.mlp_bias:
-                add(f"mlp.{name}_proj.bias", "gate_up/bias", "(n f) -> n f", ((0, n, n + 1),))
-        add("mlp.down_proj.weight", "down/kernel", "d f -> f d")
         if c.out_bias:
             add("self_attn.o_proj.bias", "out/bias", "d -> d")
-        if c.mlp_bias:
-            add("mlp.down_proj.bias", "down/bias", "d -> d")
         if c.qk_norm:
-            add("self_attn.q_norm.weight", "norm_q/scale", "k -> k")
-            add("self_attn.k_norm.weight", "norm_k/scale", "k -> k")
+            for name in ("q", "k"):
+                add(
+                    f"self_attn.{name}_norm.weight",
+                    f"norm_{name}/scale",
+                    "(h k) -> h k" if c.joint_qk_norm else "k -> k",
+                )
         add("input_layernorm.weight", "norm_attn/scale", "d -> d")
         add("post_attention_layernorm.weight", "norm_mlp/scale", "d -> d")
+        rows.extend(mlp_tensors(i, layer))
     rows.append(Tensor("model.norm.weight", "head", ("norm", "scale"), "d -> d"))
     if not c.tied:
         rows.append(Tensor.of_words("lm_head.weight", "head", ("kernel",), *words))
     return rows
 
 
+def swiglu_tensors(c: LlamaConfig, theirs: str, layer: str, prefix: str = "") -> Iterator[Tensor]:
+    """Yield the rows of :func:`swiglu`, of tensors whose names begin with ``theirs``."""
+    for n, name in enumerate(("gate", "up")):
+        kernel, bias = ((f"{prefix}gate_up", leaf) for leaf in ("kernel", "bias"))
+        yield Tensor(f"{theirs}.{name}_proj.weight", layer, kernel, "(n f) d -> d n f", ((1, n, n + 1),))
+        if c.mlp_bias:
+            yield Tensor(f"{theirs}.{name}_proj.bias", layer, bias, "(n f) -> n f", ((0, n, n + 1),))
+    yield Tensor(f"{theirs}.down_proj.weight", layer, (f"{prefix}down", "kernel"), "d f -> f d")
+    if c.mlp_bias:
+        yield Tensor(f"{theirs}.down_proj.bias", layer, (f"{prefix}down", "bias"), "d -> d")
+
+
 def _tied(options: Mapping[str, Any]) -> dict[str, str]:
-    c = build_options(LlamaConfig, options, "models.llama:Llama")
+    return tied_tensors(build_options(LlamaConfig, options, "models.llama:Llama"))
+
+
+def tied_tensors(c: LlamaConfig) -> dict[str, str]:
+    """Return the tensors that a folder may hold beside those of the table, and the one that each is equal to."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if c.tied else {}
 
 
 def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
     c = build_options(LlamaConfig, options, "models.llama:Llama")
+    if c.qk_norm and c.joint_qk_norm:
+        raise ConfigError("transformers has no Llama with joint_qk_norm; a model without it can be exported")
     same = c.qkv_bias == c.out_bias
     fits = {
         "llama": same and not (c.qk_norm or c.rope_every or c.window),
@@ -586,6 +644,11 @@ def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"transformers has no Llama with {' and '.join(unsupported)}; a model without one of them can be exported"
         )
+    return decoder_config(c, kind)
+
+
+def decoder_config(c: LlamaConfig, kind: str) -> dict[str, Any]:
+    """Return ``config.json`` of a decoder of the model_type ``kind``, one of :data:`_ARCHITECTURES`."""
     config: dict[str, Any] = {
         "architectures": [f"{_ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,

@@ -17,7 +17,7 @@ own to send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from flax import linen as nn
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.experts import PRODUCTS, SCORES, Choice, combine, dispatch, product, route
+from jaxpipe.interop.table import HuggingFace, Keys, Tensor, refused
 from jaxpipe.stage.model.layer import (
     Layer,
     LayerContext,
@@ -48,11 +49,16 @@ from .llama import (
     LlamaConfig,
     attention_matrices,
     attention_shards,
+    decoder_config,
+    decoder_options,
+    decoder_tensors,
     dense_block,
     llama_of,
     swiglu,
     swiglu_matrices,
     swiglu_shards,
+    swiglu_tensors,
+    tied_tensors,
     with_own_heads,
 )
 
@@ -251,3 +257,160 @@ def _expert_shards(c: MoEConfig, tp: RankMesh) -> Mapping[Path, Shard]:
     experts: dict[Path, Shard] = {("gate_up",): ("experts", 0), ("down",): ("experts", 0)}
     shared = swiglu_shards(c, tp, "shared_") if c.shared_size else {}
     return {**attention_shards(c, tp), **experts, **shared, **partial_leaves(tp, *of_stream)}
+
+
+# --- folders of the Hugging Face hub --------------------------------------------------------------------------------------
+
+
+def hugging_face() -> HuggingFace:
+    """Describe Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE in folders of the hub."""
+    return HuggingFace(_options_of, _tensors, _config_of, tied=lambda options: tied_tensors(_built(options)))
+
+
+class _Kind(NamedTuple):
+    """A model_type. ``dense``: that of its attention. ``names``: of the number of experts and the width of one in config.json.
+    ``defaults``: the meaning of absent keys in transformers 5, where that is not Llama's."""
+
+    architecture: str
+    dense: str
+    names: tuple[str, str]
+    defaults: Mapping[str, Any]
+
+
+_NAMES = ("num_experts", "moe_intermediate_size")
+_QWEN: Mapping[str, Any] = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24, "norm_topk_prob": False}
+_KINDS: Mapping[str, _Kind] = {
+    "mixtral": _Kind(
+        "Mixtral", "mistral", ("num_local_experts", "intermediate_size"),
+        {
+            "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "sliding_window": None, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+    ),
+    "olmoe": _Kind(
+        "Olmoe", "llama", ("num_experts", "intermediate_size"),
+        {
+            "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+            "num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64,
+            "num_experts_per_tok": 8, "norm_topk_prob": False,
+        },
+    ),
+    "qwen2_moe": _Kind(
+        "Qwen2Moe", "qwen2", _NAMES,
+        {
+            **_QWEN, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60,
+            "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4,
+        },
+    ),
+    "qwen3_moe": _Kind(
+        "Qwen3Moe", "qwen3", _NAMES,
+        {
+            **_QWEN, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+            "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+        },
+    ),
+}  # fmt: skip
+
+
+def _built(options: Mapping[str, Any]) -> MoEConfig:
+    return build_options(MoEConfig, options, "models.moe:MoE")
+
+
+def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    Keys(config).only("model_type", *_KINDS)
+    kind = Keys(config).text("model_type")
+    _, dense, (experts, width), defaults = _KINDS[kind]
+    keys = Keys({**defaults, **config})
+    # Both Qwens give some layers a window by rules of their own.
+    keys.only("use_sliding_window", False, None)
+    keys.only("qkv_bias", True)
+    for name in ("clip_qkv", "router_jitter_noise"):
+        keys.only(name, None, 0, 0.0)
+    options = decoder_options(config, dense, defaults)
+    options |= {
+        "num_experts": keys.whole(experts),
+        "top_k": keys.whole("num_experts_per_tok"),
+        "expert_size": keys.whole(width),
+        "renormalise": kind == "mixtral" or keys.flag("norm_topk_prob"),
+    }
+    if kind == "olmoe":
+        options |= {"qk_norm": True, "joint_qk_norm": True}
+    if kind == "qwen2_moe":
+        options |= {"shared_size": keys.whole("shared_expert_intermediate_size"), "shared_gate": True}
+    dense_layers = _dense_layers_of(keys) if dense.startswith("qwen") else []
+    return options | ({"dense_layers": ",".join(map(str, dense_layers))} if dense_layers else {})
+
+
+def _dense_layers_of(keys: Keys) -> list[int]:
+    """Return the numbers of the layers that a Qwen says have no experts."""
+    count, step = keys.whole("num_hidden_layers"), keys.whole("decoder_sparse_step", 1)
+    named = keys.config.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(i) is int and 0 <= i < count for i in named):
+        raise refused("mlp_only_layers", named, f"numbers of its {count} layers in a list")
+    return [i for i in range(count) if i in named or (i + 1) % step]
+
+
+def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
+    c = _built(options)
+    is_mixtral = _kind_of(c) == "mixtral"
+
+    def mlp(i: int, layer: str) -> Iterator[Tensor]:
+        if i in c.dense:
+            yield from swiglu_tensors(c, f"model.layers.{i}.mlp", layer)
+            return
+        theirs = f"model.layers.{i}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
+        gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+        yield Tensor(f"{theirs}.gate.weight", layer, ("router",), "e d -> d e")
+        for e in range(c.num_experts):
+            expert = (0, e, e + 1)
+            for n, name in enumerate((gate, up)):
+                parts = (expert, (2, n, n + 1))
+                yield Tensor(f"{theirs}.experts.{e}.{name}.weight", layer, ("gate_up",), "(e n f) d -> e d n f", parts)
+            yield Tensor(f"{theirs}.experts.{e}.{down}.weight", layer, ("down",), "d (e f) -> e f d", (expert,))
+        if c.shared_size:
+            yield from swiglu_tensors(c, f"{theirs}.shared_expert", layer, "shared_")
+            yield Tensor(f"{theirs}.shared_expert_gate.weight", layer, ("shared_gate",), "n d -> d n")
+
+    return decoder_tensors(c, mlp)
+
+
+def _kind_of(c: MoEConfig) -> str | None:
+    """Return the model_type of transformers that has these options."""
+    if (c.score, c.scale, c.groups, c.router_bias, c.mlp_bias) != ("softmax", 1.0, 1, False, False) or c.rope_every:
+        return None
+    plain = not (c.qkv_bias or c.out_bias or c.shared_size)
+    fits = {
+        "mixtral": plain and c.renormalise and not (c.qk_norm or c.dense),
+        "olmoe": c.joint_qk_norm and c.qkv_bias == c.out_bias and not (c.shared_size or c.dense or c.window),
+        "qwen2_moe": c.qkv_bias and c.shared_gate and not (c.out_bias or c.qk_norm or c.window),
+        "qwen3_moe": c.qk_norm and not (c.joint_qk_norm or c.shared_size or c.window) and c.qkv_bias == c.out_bias,
+    }
+    return next((kind for kind, fit in fits.items() if fit), None)
+
+
+def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    c = _built(options)
+    kind = _kind_of(c)
+    if kind is None:
+        raise ConfigError(
+            f"transformers has no mixture of experts with these options; those of {', '.join(_KINDS)} can be exported: softmax "
+            "scores, no groups, scale or router_bias, shared_gate where there is shared_size"
+        )
+    architecture, dense, (experts, width), _ = _KINDS[kind]
+    config = decoder_config(c, dense)
+    # OLMoE knows no other size of heads, and none of the others' rules of windows.
+    absent = {"max_window_layers", "layer_types", "mlp_bias", *(["head_dim"] if kind == "olmoe" else [])}
+    if kind == "olmoe" and c.head_size * c.num_heads != c.d_model:
+        raise ConfigError(
+            f"OLMoE has heads of d_model / num_heads, and head_dim is {c.head_size}; it can't be exported"
+        )
+    config = {key: value for key, value in config.items() if key not in absent}
+    config |= {"architectures": [f"{architecture}ForCausalLM"], "model_type": kind, width: c.expert_width}
+    config |= {experts: c.num_experts, "num_experts_per_tok": c.top_k}
+    if kind != "mixtral":
+        config["norm_topk_prob"] = c.renormalise
+    if kind == "qwen2_moe":
+        config |= {"shared_expert_intermediate_size": c.shared_size, "qkv_bias": True}
+    if dense.startswith("qwen"):
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": sorted(c.dense)}
+    return config

@@ -34,6 +34,7 @@ Part = tuple[int, int, int]
 TARGETS: Mapping[str, str] = {
     "gpt2": "models.gpt:GPT",
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), "models.llama:Llama"),
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"), "models.moe:MoE"),
 }
 """The model that reads a folder by default, by ``model_type`` of its config.json."""
 

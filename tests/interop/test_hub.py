@@ -38,7 +38,8 @@ from jaxpipe.train.import_export import completed, export_hub, import_hub, initi
 from jaxpipe.train.loop import train
 from jaxpipe.train.setup import build_model
 from tests.runtime.test_processes import run_in_threads
-from tests.support.hub_folders import KINDS, TOKENS, V, tensors, write_folder
+from tests.support import hub_experts
+from tests.support.hub_folders import EXPERTS, KINDS, TOKENS, V, tensors, write_folder
 from tests.support.paths import GOLDEN
 from tests.support.train_runs import config as settings
 from tests.support.train_runs import write_text
@@ -72,6 +73,48 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     sample = [ours[row, t, :V:9] for row, t in SHOWN]
     np.testing.assert_allclose(sample, expected["shown"], rtol=0, atol=1e-5 * expected["largest"])
     np.testing.assert_allclose(np.abs(ours[:, :, :V]).max(), expected["largest"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_logits_of_experts_are_those_of_every_expert_on_every_token(kind: str, tmp_path: Path, x64: None) -> None:
+    model, params = read(write_folder(tmp_path / kind, kind, shards=2), vocab_multiple=4)
+    ours = np.asarray(jax.jit(lambda p: logits(model, p, TOKENS))(params))[:, :, :V]
+    expected = hub_experts.logits(EXPERTS[kind], tensors(EXPERTS[kind]), TOKENS)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_come_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    import_hub(write_folder(tmp_path / "given", kind), tmp_path / "run", seq_len=24)
+    back = export_hub(tmp_path / "run", tmp_path / "back").path
+    arrays = load_file(back / "model.safetensors")
+    assert arrays.keys() == tensors(EXPERTS[kind]).keys()
+    for name, array in tensors(EXPERTS[kind]).items():
+        np.testing.assert_array_equal(arrays[name], array, err_msg=name)
+    one, other = open_hub(tmp_path / "given"), open_hub(back)
+    assert one.exchange.config({"seq_len": 24, **one.options}) == other.exchange.config(
+        {"seq_len": 24, **other.options}
+    )
+    renamed = {"decoder_sparse_step", "mlp_only_layers"}  # which layers are dense has two spellings
+    assert {key: other.config[key] for key in EXPERTS[kind].keys() - renamed} == {
+        key: value for key, value in EXPERTS[kind].items() if key not in renamed
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "top_k is 9, and there are 8 experts"),
+        ("qwen3-moe-dense", {"mlp_only_layers": [4]}, r"mlp_only_layers is \[4\]"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("mixtral", {"num_local_experts": "4"}, "num_local_experts is '4'"),
+    ],
+)
+def test_mixtures_that_are_not_ours_are_refused_by_key(kind: str, changes: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(write_folder(tmp_path / kind, kind, **changes))
 
 
 def test_gpt2_as_it_was_published(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ CASES: list[tuple[str, Options, RankMesh, int]] = [
     ("llama", GROUPED, RankMesh(tp=4), 2),
     ("llama", GROUPED, RankMesh(tp=8, sequence=True, fused_residual=True), 1),
     ("llama", HUB, RankMesh(tp=4, sequence=True), 2),
+    ("llama", options(num_kv_heads=2, qk_norm=True, joint_qk_norm=True), RankMesh(tp=2), 1),
 ]
 ALL = [
     (kind, extra, RankMesh(tp=size, sequence=flags[0], fused_residual=flags[1]), dp)

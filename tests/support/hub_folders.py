@@ -39,7 +39,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-KINDS: Mapping[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": V,
@@ -79,6 +79,41 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "use_sliding_window": False,
     },
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {**BOTH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**BOTH, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "qwen2-moe": {
+        **BOTH,
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "norm_topk_prob": False,
+    },
+    "qwen3-moe": {
+        **BOTH,
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
+    "qwen3-moe-dense": {
+        **BOTH,
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    },
+}
+"""Mixtures of experts: transformers' logits are in no golden file, ``tests/support/hub_experts.py`` computes them."""
 TOKENS = np.random.default_rng(1).integers(0, V, (2, 24)).astype(np.int32)
 
 
@@ -113,19 +148,53 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         at = f"model.layers.{i}."
         for name, (rows, columns) in {"q": (q, d), "k": (g, d), "v": (g, d), "o": (d, q)}.items():
             llama[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
-            if bias or (kind == "qwen2" and name != "o"):
+            if bias or (kind in ("qwen2", "qwen2_moe") and name != "o"):
                 llama[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        for name, (rows, columns) in {"gate": (f, d), "up": (f, d), "down": (d, f)}.items():
-            llama[f"{at}mlp.{name}_proj.weight"] = (rows, columns)
+        if has_experts(config, i):
+            llama |= {f"{at}{name}": shape for name, shape in _experts(config).items()}
+        else:
+            llama |= _swiglu(f"{at}mlp", d, f)
             if config.get("mlp_bias"):
-                llama[f"{at}mlp.{name}_proj.bias"] = (rows,)
-        if kind == "qwen3":
+                llama |= {f"{at}mlp.{name}_proj.bias": (d if name == "down" else f,) for name in ("gate", "up", "down")}
+        if kind in ("qwen3", "qwen3_moe"):
             llama |= {f"{at}self_attn.{name}_norm.weight": (k,) for name in "qk"}
+        if kind == "olmoe":
+            llama |= {f"{at}self_attn.q_norm.weight": (q,), f"{at}self_attn.k_norm.weight": (g,)}
         llama |= {f"{at}{name}_layernorm.weight": (d,) for name in ("input", "post_attention")}
     llama["model.norm.weight"] = (d,)
     if not config["tie_word_embeddings"]:
         llama["lm_head.weight"] = (config["vocab_size"], d)
     return llama
+
+
+def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer of this number has experts."""
+    if config["model_type"] not in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
+        return False
+    return layer not in config.get("mlp_only_layers", ()) and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    kind, d, shared = config["model_type"], config["hidden_size"], config.get("shared_expert_intermediate_size")
+    count = config.get("num_local_experts", config.get("num_experts"))
+    assert count is not None
+    at, f = (
+        "block_sparse_moe" if kind == "mixtral" else "mlp",
+        config.get("moe_intermediate_size", config["intermediate_size"]),
+    )
+    names: dict[str, tuple[int, ...]] = {f"{at}.gate.weight": (count, d)}
+    for e in range(count):
+        if kind == "mixtral":
+            names |= {f"{at}.experts.{e}.{w}.weight": (d, f) if w == "w2" else (f, d) for w in ("w1", "w2", "w3")}
+        else:
+            names |= _swiglu(f"{at}.experts.{e}", d, f)
+    if shared is not None:
+        names |= {**_swiglu(f"{at}.shared_expert", d, shared), f"{at}.shared_expert_gate.weight": (1, d)}
+    return names
+
+
+def _swiglu(at: str, d: int, f: int) -> dict[str, tuple[int, ...]]:
+    return {f"{at}.{name}_proj.weight": (d, f) if name == "down" else (f, d) for name in ("gate", "up", "down")}
 
 
 def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
@@ -140,13 +209,12 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_folder(folder: Path, kind: str, *, shards: int = 1, dtype: Any = np.float32, **changes: Any) -> Path:
-    """Write a folder of a kind of :data:`KINDS`, its config with ``changes`` (None: without the key)."""
+    """Write a folder of a kind of :data:`KINDS` or :data:`EXPERTS`, its config with ``changes`` (None: without the key)."""
     folder.mkdir(parents=True)
-    config = {
-        key: value for key, value in {**KINDS[kind], **changes}.items() if value is not None or key.endswith("_id")
-    }
+    standard = (KINDS | EXPERTS)[kind]
+    config = {key: value for key, value in {**standard, **changes}.items() if value is not None or key.endswith("_id")}
     (folder / "config.json").write_text(json.dumps(config))
-    arrays = {name: array.astype(dtype) for name, array in tensors(KINDS[kind]).items()}
+    arrays = {name: array.astype(dtype) for name, array in tensors(standard).items()}
     if shards == 1:
         save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
         return folder

@@ -399,7 +399,7 @@ def rehearse(
         pipeline = _ordered_for_link(pipeline, prepared, ranks, host, progress)
     step, rehearsals = step_over(config, pipeline), []
     for rank in ranks:
-        check_host_memory([pipeline.programs[rank]], offload_options(config), devices[0].platform)
+        check_host_memory([pipeline.programs[rank]], offload_options(config.pipeline.offload), devices[0].platform)
         rehearsal = Rehearsal(
             pipeline,
             rank,

@@ -192,7 +192,7 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
         data = replace(data, path=str(first_path))  # the run has the path as it was from there
     config = replace(trained.config, data=data)
     try:
-        dataset = read_by(trained.model, load_dataset(config, trained.tokenizer), config)
+        dataset = read_by(trained.model, load_dataset(config, trained.tokenizer), config.data.seq_len)
     except DataError as error:
         if path is not None or data.sources or names_function(stored) or stored == "stdlib" or Path(stored).exists():
             raise
@@ -230,7 +230,7 @@ def described(
         config = replace(config, data=replace(config.data, tokenizer=tokenizer))
     config = replace(config, model=_named_model(config.model, named, manifest.meta, folder, advice[0]))
     if isinstance(named, Model):
-        check_tokens(named, config, text.vocab_size)
+        check_tokens(named, text.vocab_size, config.data.seq_len)
     model = named if isinstance(named, Model) else build_model(config, text.vocab_size)
     data = manifest.meta.get("data")
     fingerprint = str(data.get("fingerprint") or "") if isinstance(data, dict) else ""

@@ -145,12 +145,18 @@ def _bytes(params: Params) -> int:
 
 
 def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> TrainConfig:
-    """``config`` with the model and the tokenizer of ``run.init_from`` where it says nothing of them. ``meta``: of the
+    """Return ``config`` with what it leaves open as the run's origin has it: the model and the tokenizer of ``run.init_from``;
+    and how documents are masked and packed in the run so far, as another version may have another default. ``meta``: of the
     checkpoint that the run goes on from, if there is one: then ``run.init_from`` is not looked at.
 
     Raises:
         ConfigError, CheckpointError: there is no such folder or checkpoint, or it is of another model than the config's.
     """
+    stored = _stored_settings(meta)
+    if meta is not None and "imported" not in meta:
+        then, now = stored.get("data", {}).get("reading", {}), config.data.reading
+        open_keys = [key for key in ("mask", "pack") if getattr(now, key) == "auto" and then.get(key, "auto") != "auto"]
+        config = config.changed({f"data.reading.{key}": then[key] for key in open_keys})
     if not config.run.init_from:
         return config
     if meta is None:
@@ -162,8 +168,8 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
             target, options, tokenizer = hub.target, hub.options, _tokenizer_of(hub)
         else:
             meta = folders.read_manifest(path, step).meta
+            stored = _stored_settings(meta)
     if meta is not None:
-        stored = known_settings(meta["config"])[0] if isinstance(meta.get("config"), dict) else {}
         named = stored.get("model", {}).get("target")
         if named is None and meta.get("saved_by") == "Trainer" and config.says("model.target"):
             named = config.model.target  # which the Trainer did not know
@@ -189,6 +195,12 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
         model=replace(config.model, target=target, options={**options, **config.model.options}),
         data=replace(config.data, tokenizer=tokenizer),
     )
+
+
+def _stored_settings(meta: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]]:
+    """Return the settings in a checkpoint's ``meta``, by section; none where it does not say."""
+    stored = None if meta is None else meta.get("config")
+    return known_settings(stored)[0] if isinstance(stored, dict) else {}
 
 
 def initial_params(

@@ -89,7 +89,7 @@ def train(
         # Until the first step nothing is there to save, so a signal may end the process at once; from then on ``Stop``
         # lets the step end and saves.
         with EndingEarly(ended):
-            origin = resume.choose(config, folder.store, out.print)
+            origin = resume.choose(config.run, folder.store, out.print)
             if origin is None and folder.began_before:
                 out.print(f"a run began in {folder.path} and no checkpoint of it is finished: starts at step 0")
             if origin is not None and origin.step >= config.run.steps:
@@ -101,7 +101,7 @@ def train(
                 return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
             if origin is not None:
                 folder.check_metrics()
-            config = resume.as_before(completed(config, None if origin is None else origin.meta), origin)
+            config = completed(config, None if origin is None else origin.meta)
             devices = devices_of(config.pipeline, config.run.machine.platform, processes)
             if remark := use_compile_cache(config.run.machine.compile_cache, processes.mine):
                 out.print(f"warning: {remark}")

@@ -34,7 +34,7 @@ from jaxpipe.train.corpora.tokenizers import continued_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors, limit_line, limit_remark
 from jaxpipe.train.metrics import format_gain
-from jaxpipe.train.settings.sections import PipelineConfig
+from jaxpipe.train.settings.sections import OffloadConfig, PipelineConfig
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.update.optimizer import DecayRule, optimizer_of, optimizer_remarks, rate_of
@@ -90,28 +90,28 @@ def build_model(config: TrainConfig, vocab_size: int) -> Model:
     masked = {"mask": mask} if mask == "document" else {}
     offered = {"vocab_size": vocab_size, "seq_len": config.data.seq_len}
     model = resolve_model(config.model.target, {**masked, **config.model.options}, offered)
-    check_tokens(model, config, vocab_size)
+    check_tokens(model, vocab_size, config.data.seq_len)
     return model
 
 
-def check_tokens(model: Model, config: TrainConfig, vocab_size: int) -> None:
-    """Raises ConfigError if ``model`` can't take tokens of this vocabulary, or sequences as long as those of ``config``."""
+def check_tokens(model: Model, vocab_size: int, seq_len: int) -> None:
+    """Raise ConfigError if ``model`` can't take tokens of this vocabulary, or sequences of this length."""
     if 0 < model.vocab_size < vocab_size:
         raise ConfigError(
             f"model.options.vocab_size={model.vocab_size}, but the tokenizer makes {vocab_size} different ids"
         )
-    if 0 < model.seq_len < config.data.seq_len:
-        raise ConfigError(f"model.options.seq_len={model.seq_len} is less than data.seq_len={config.data.seq_len}")
+    if 0 < model.seq_len < seq_len:
+        raise ConfigError(f"model.options.seq_len={model.seq_len} is less than data.seq_len={seq_len}")
 
 
-def read_by(model: Model, dataset: Dataset, config: TrainConfig) -> Dataset:
-    """``dataset`` as ``model`` reads it.
+def read_by(model: Model, dataset: Dataset, seq_len: int) -> Dataset:
+    """Return ``dataset`` as ``model`` reads it, in sequences of ``seq_len``.
 
     Raises:
         DataError: it lacks an array, or has one of another shape or dtype.
     """
     specs = {name: (aval.shape[1:], aval.dtype) for name, aval in model.batch_spec(1).items()}
-    return dataset.for_model(specs, config.data.seq_len)
+    return dataset.for_model(specs, seq_len)
 
 
 def prepare(
@@ -129,7 +129,7 @@ def prepare(
     has_chats = isinstance(dataset, TokenDataset | MixedDataset) and dataset.has_chats
     config = with_mask(config, vocab_size, has_chats=has_chats)
     model = spread_over(config.pipeline, build_model(config, vocab_size))
-    dataset = read_by(model, dataset, config)
+    dataset = read_by(model, dataset, config.data.seq_len)
     planner = stage_planner(config.pipeline, model, config.microbatch_size, processes)
     # Followers wait for the schedule before they plan: they cut the model as process 0 did, for the same stages.
     chosen = None
@@ -234,7 +234,7 @@ def compile_pipeline(
             config.pipeline,
             microbatch_size=config.microbatch_size,
             dtype=config.run.dtype,
-            offload=offload_options(config),
+            offload=offload_options(config.pipeline.offload),
             devices=devices,
             progress=progress,
             split=config.run.replan.enabled and config.run.replan.split,
@@ -266,10 +266,10 @@ def step_flops(prepared: Prepared, stages: Sequence[StageFunctions]) -> tuple[fl
     return 3.0 * forward * pipe.microbatches, 3 * sum(layer_costs) * pipe.microbatches
 
 
-def offload_options(config: TrainConfig) -> OffloadOptions:
+def offload_options(offload: OffloadConfig) -> OffloadOptions:
     """Return what ``pipeline.offload`` says, in bytes."""
-    o = config.pipeline.offload
-    return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
+    gigabytes = offload.host_memory_gb
+    return OffloadOptions(offload.fraction, None if gigabytes is None else gigabytes * 1e9, offload.fallback)
 
 
 def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:

@@ -58,7 +58,7 @@ def data(
     config = TrainConfig.from_dict({"data": section}, "jaxpipe.data")
     dataset = load_dataset(config)
     if model is not None:
-        dataset = read_by(model, dataset, config)
+        dataset = read_by(model, dataset, seq_len)
     stream = dataset.batches(config.data.reading.seed, batch, seq_len)
     return Data(config.to_dict()["data"], dataset, batch, seq_len, stream)
 

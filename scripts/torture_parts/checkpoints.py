@@ -290,7 +290,7 @@ def _resume(run: Path) -> None:
     config = load_config(None, [*settings, *sizes, *(f"model.options.{k}={v}" for k, v in options.items())])
     store = CheckpointStore(run / "checkpoints")
     try:
-        resume.start_of(prepare(config), resume.choose(config, store, lambda text: None), store, lambda text: None)
+        resume.start_of(prepare(config), resume.choose(config.run, store, lambda text: None), store, lambda text: None)
     except JaxpipeError as error:
         if "\n" in str(error):
             raise FailedError(f"not one line: {error}") from error

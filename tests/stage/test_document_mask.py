@@ -193,13 +193,13 @@ def test_a_config_asks_for_a_model_that_tells_documents_apart(tmp_path: Path) ->
     path.write_text("".join(f'{{"text": "{"word " * (k % 9)}"}}\n' for k in range(300)))
     config = TrainConfig().override([f"data.path={path}", "data.mask=document", "data.seq_len=16"])
     dataset, model = load_dataset(config), build_model(config, 256)
-    read_by(model, dataset, config)
+    read_by(model, dataset, config.data.seq_len)
     assert model.layers[1].reads == ("segments",)
     causal = config.override(["data.mask=causal"])
     with pytest.raises(DataError, match="the model reads 'segments'"):
-        read_by(model, load_dataset(causal), causal)
+        read_by(model, load_dataset(causal), causal.data.seq_len)
     with pytest.raises(DataError, match=r"data.mask=document.*'segments'"):
-        read_by(build_model(causal, 256), dataset, config)
+        read_by(build_model(causal, 256), dataset, config.data.seq_len)
     with pytest.raises(ConfigError, match="'cudnn'"):
         build_model(config.override(["model.options.attention=cudnn"]), 256)
     with pytest.raises(ConfigError, match="mask is 'full'; use causal or document"):

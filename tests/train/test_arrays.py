@@ -103,7 +103,7 @@ def test_tokens_are_refused_by_a_model_of_pictures() -> None:
     config = load_config(None, ["model.target=models.clip:CLIP", "data.seq_len=8"])
     model = build_model(config, 256)
     assert "has tokens, targets, weights, and the model reads 'images'" in refusal(
-        read_by, model, load_dataset(config), config
+        read_by, model, load_dataset(config), config.data.seq_len
     )
 
 

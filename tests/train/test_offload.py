@@ -88,7 +88,7 @@ def test_what_the_machine_cannot_do_is_one_line(
     assert "offload.host_memory_gb=1e-06 allows 1e-06 GB: raise it to at least " in message
     enough = re.findall(r"at least ([\d.e-]+)", message)[0]
     assert (
-        offload_options(load_config(None, [f"offload.host_memory_gb={enough}"])).host_memory_bytes
+        offload_options(load_config(None, [f"offload.host_memory_gb={enough}"]).pipeline.offload).host_memory_bytes
         == float(enough) * 1e9
     )
     monkeypatch.setattr(transfer, "PINNED_HOST", "nowhere")

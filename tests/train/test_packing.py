@@ -228,7 +228,7 @@ def test_old_settings_keep_their_rule(tmp_path: Path) -> None:
     assert chosen.data.reading.mask == "document" and with_mask(config, 256, has_chats=False) is config
     for override in ("data.mask=causal", "model.options.attention=cudnn"):
         assert with_mask(config.override([override]), 256, has_chats=True).data.reading.mask == "causal"
-    read = read_by(build_model(chosen, 256), data, chosen)
+    read = read_by(build_model(chosen, 256), data, chosen.data.seq_len)
     assert isinstance(read, TokenDataset) and read.by_document
     assert read.fingerprint == load_dataset(chosen).fingerprint
     stored = config.override(["data.mask=causal"]).to_dict()

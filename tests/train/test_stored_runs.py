@@ -93,7 +93,7 @@ def start(text: Path, out_dir: Path, *overrides: str) -> tuple[Start, list[str]]
     """Return where ``jaxpipe train`` would start, and what it would say; nothing is compiled."""
     settings = config(text, out_dir, *BASE, *overrides)
     store, notes = CheckpointStore(out_dir / "checkpoints"), list[str]()
-    origin = resume.choose(settings, store, notes.append)
+    origin = resume.choose(settings.run, store, notes.append)
     assert origin is not None
     return resume.start_of(prepare(settings), origin, store, notes.append), notes
 

@@ -152,7 +152,7 @@ def starting(text: Path, out: Path, *overrides: str) -> list[str]:
     """Return what a new run, or one that goes on, says before anything is compiled."""
     settings, notes = config(text, out, *TINY, *overrides), list[str]()
     store = CheckpointStore(out / "checkpoints")
-    origin = resume.choose(settings, store, notes.append)
+    origin = resume.choose(settings.run, store, notes.append)
     settings = completed(settings, None if origin is None else origin.meta)
     resume.start_of(prepare(settings), origin, store, notes.append)
     return notes

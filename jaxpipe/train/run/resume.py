@@ -41,7 +41,7 @@ from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.tokenizers import stored_tokenizer
 from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.import_export import initial_params
-from jaxpipe.train.settings.sections import Sections
+from jaxpipe.train.settings.sections import RunConfig, Sections
 from jaxpipe.train.settings.typed import leaves_of
 from jaxpipe.train.setup import Prepared
 from jaxpipe.train.state import TrainState
@@ -79,13 +79,13 @@ class Start:
     decay: DecayRule = "role"
 
 
-def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest | None:
+def choose(run: RunConfig, store: CheckpointStore, note: Note) -> Manifest | None:
     """Return the checkpoint to go on from, None to start anew. ``note`` gets a warning for each damaged one passed over.
 
     Raises:
         CheckpointError: what ``run.resume`` asks for can't be had, or a newer checkpoint can't be read now.
     """
-    if config.run.resume == "never":
+    if run.resume == "never":
         if store.steps():
             raise CheckpointError(
                 f"{store.directory} holds checkpoints up to step {store.latest()}, and run.resume=never would overwrite them; "
@@ -93,23 +93,10 @@ def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest 
             )
         return None
     # At the end of a run nothing is loaded, so nothing but this would look at the files.
-    step = newest(store, _warning(note), by_manifest=(store.latest() or 0) < config.run.steps)
-    if step is None and config.run.resume == "must":
+    step = newest(store, _warning(note), by_manifest=(store.latest() or 0) < run.steps)
+    if step is None and run.resume == "must":
         raise CheckpointError(f"{store.directory}: no checkpoint to resume from; run.resume=auto starts anew")
     return None if step is None else read_manifest(store.path(step))
-
-
-def as_before(config: TrainConfig, origin: Manifest | None) -> TrainConfig:
-    """``config`` with documents masked and packed as in the run that goes on from ``origin``, where it leaves that open:
-    another version may have another default."""
-    if origin is None or not isinstance(origin.meta.get("config"), dict) or "imported" in origin.meta:
-        return config
-    stored = dict(leaves_of(TrainConfig, known_settings(origin.meta["config"])[0]))
-    now = config.by_key()
-    keys = ("data.reading.mask", "data.reading.pack")
-    return config.changed(
-        {key: stored[key] for key in keys if now[key] == "auto" and stored.get(key, "auto") != "auto"}
-    )
 
 
 def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore, note: Note) -> Start:

@@ -6,7 +6,8 @@ another side by side in one program; and what the runtime runs: BW woven with it
 (``stage/weave/weaver.py``). The scheduled HLO of each program says how many products stand between the start and the done of
 each collective (``hlo_schedule.py``). Nothing runs: these are schedules, not times. Autotuning is off, since it would have to
 run kernels; ``cublas`` programs call cuBLAS for products where the others use XLA's own kernels, and a run on GPUs chooses
-between the two. ``--cp`` divides the sequence over so many times as many shards.
+between the two. ``--cp`` divides the sequence over so many times as many shards. ``experts`` has two blocks of experts with the
+widths of Qwen3-30B-A3B, which the shards divide, each with a row of its own.
 
 ``written`` is how many collectives the functions' jaxprs hold. A woven program that has fewer after XLA is a failure (exit
 code 1): its combiner merged what the weaver keeps apart. ``--estimate`` adds seconds by two models that do not know each other:
@@ -34,13 +35,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
+    from jaxpipe.axes import RankMesh
     from jaxpipe.stage.functions import StageFunctions
 
 
@@ -59,7 +61,7 @@ class Size:
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A model and how its stage is made. ``attention``: the model's option, empty where it has none (older commits).
-    ``cp``: how attention is computed where the shards divide time, not layers."""
+    ``cp``: how attention is computed where the shards divide time, not layers. ``experts``: they divide experts."""
 
     model: str
     sequence: bool = False
@@ -67,6 +69,17 @@ class Variant:
     recompute: str = "none"
     attention: str = "xla"
     cp: str = ""
+    experts: bool = False
+
+    def mesh(self, shards: int, cp: int = 1) -> RankMesh:
+        """Return the axes along which so many shards lie, ``cp`` of them along time where the variant does not say."""
+        from jaxpipe.axes import RankMesh
+
+        if self.experts:
+            return RankMesh(dp=shards, ep=shards)
+        cp = shards if self.cp else cp
+        how: dict[str, Any] = {"sequence": self.sequence, "fused_residual": self.fused_residual}
+        return RankMesh(tp=shards // cp, cp=cp, cp_method=self.cp or "gather", **how)
 
 
 TINY = Size(2, 16, 16, 4, 2, "float32")
@@ -83,6 +96,7 @@ VARIANTS: Mapping[str, Variant] = {
     "llama-sequence": Variant(_LLAMA, sequence=True),
     "gpt-ring": Variant(_GPT, cp="ring", recompute="flash"),
     "llama-ring": Variant(_LLAMA, cp="ring", recompute="flash"),
+    "experts": Variant("models.moe:MoE", experts=True),
 }
 PROGRAMS: Mapping[str, tuple[tuple[str, ...], bool]] = {
     # name: operations, woven
@@ -111,22 +125,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
     parser.add_argument("--out", type=Path, help="write the report here, too, after each program")
     args = parser.parse_args(arguments)
-    environment(args.tp * args.cp)
-    mesh = submesh(args.target, args.tp * args.cp, tiny=args.tiny)
-    cp_mesh = mesh if isinstance(mesh, str) else along_time(mesh)
-    mesh = mesh if isinstance(mesh, str) else along_time(mesh, args.cp)
-    if isinstance(mesh, str):
-        print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
+    shards = args.tp * args.cp
+    environment(shards)
+    devices = target_devices(args.target, shards, tiny=args.tiny)
+    if isinstance(devices, str):
+        print(f"bench_overlap: {devices}; or try --tiny", file=sys.stderr)
         return 2
     size = TINY if args.tiny else Size()
     report = {**_provenance(args.target, size, args.tp, args.cp, arguments, tiny=args.tiny), "cases": []}
     for variant in args.variant or VARIANTS:
-        case_mesh = cp_mesh if VARIANTS[variant].cp else mesh
-        stage = middle_stage(VARIANTS[variant], size, case_mesh, args.tp * args.cp)
+        stage, mesh = middle_stage(VARIANTS[variant], size, devices, args.cp)
         for program in args.program or PROGRAMS:
             for cublas in (False, True) if args.cublas or program == "F+BW woven" else (False,):
                 options: dict[str, Any] = {"cublas": cublas, "gpu": not args.tiny, "estimate": args.estimate and cublas}
-                case = measure(stage, *PROGRAMS[program], case_mesh, **options)
+                case = measure(stage, *PROGRAMS[program], mesh, **options)
                 report["cases"].append({"variant": variant, "program": program, "cublas": cublas, **case})
                 print(_line(report["cases"][-1]), file=sys.stderr, flush=True)
                 if args.out:
@@ -142,30 +154,28 @@ def merged(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [case for case in cases if PROGRAMS[case["program"]][1] and case["collectives"] < case["written"]]
 
 
-def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageFunctions:
-    """Return a stage of ``size.L`` blocks between two others. ``shards``: on all axes together."""
+def middle_stage(variant: Variant, size: Size, devices: Any, cp: int = 1) -> tuple[StageFunctions, Any]:
+    """Return a stage of ``size.L`` blocks between two others, and the mesh of its devices."""
     import jax
 
-    from jaxpipe.axes import CP, RankMesh
     from jaxpipe.context_parallel import shard_avals
+    from jaxpipe.mesh import mesh_over
     from jaxpipe.stage.compiled.compile import build_all
     from jaxpipe.stage.model.reference import resolve_model
 
-    options = {"d_model": size.D, "num_heads": size.H, "num_layers": size.L, "seq_len": size.T, "dtype": size.dtype}
-    options |= {"vocab_size": 16 * shards} | ({"attention": variant.attention} if variant.attention else {})
-    model = resolve_model(variant.model, options)
+    tp = variant.mesh(len(devices), cp)
+    mesh = mesh_over(tp, devices)
+    options: dict[str, Any] = {"attention": variant.attention} if variant.attention else {}
+    if variant.experts:
+        # Half as wide and twice as long: D 2048, F 768, T 4096.
+        size = replace(size, B=size.B * tp.dp, T=2 * size.T, D=size.D // 2, H=size.H // 2)
+        options |= {"num_experts": 16 * tp.ep, "top_k": 8, "expert_size": 3 * size.D // 8, "capacity": 1.25}
+    options |= {"d_model": size.D, "num_heads": size.H, "num_layers": size.L, "seq_len": size.T, "dtype": size.dtype}
+    model = resolve_model(variant.model, {"vocab_size": 16 * tp.num_devices, **options})
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
-    cp = mesh.shape[CP]
-    tp = RankMesh(
-        tp=shards // cp,
-        sequence=variant.sequence,
-        fused_residual=variant.fused_residual,
-        cp=cp,
-        cp_method=variant.cp or "gather",
-    )
     cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
     data = shard_avals(model.name, model.batch_spec(size.B), model.over_time, tp)
-    return build_all(cut, avals, data, [mesh] * 3, variant.recompute, tp=tp)[1]
+    return build_all(cut, avals, data, [mesh] * 3, variant.recompute, tp=tp)[1], mesh
 
 
 def measure(
@@ -277,28 +287,19 @@ def _argument(part: int, port: Any) -> tuple[int, Any]:
     return (-1 if port.kind == "param" else part, port)
 
 
-def submesh(target: str, shards: int, *, tiny: bool) -> Any:
+def target_devices(target: str, count: int, *, tiny: bool) -> Any:
     """Return the devices of one rank, or the reason why there are none."""
     import jax
 
     from jaxpipe._jax_compat import compile_only_devices
-    from jaxpipe.axes import RankMesh
-    from jaxpipe.mesh import mesh_over
     from jaxpipe.planning.targets import device_text, find_target
 
-    devices = jax.devices("cpu") if tiny else compile_only_devices(target, device_text(find_target(target)), shards)
+    devices = jax.devices("cpu") if tiny else compile_only_devices(target, device_text(find_target(target)), count)
     if isinstance(devices, str):
         return devices
-    if len(devices) < shards:
-        return f"{shards} shards need as many devices, there are {len(devices)}"
-    return mesh_over(RankMesh(tp=shards), devices[:shards])
-
-
-def along_time(mesh: Any, cp: int = -1) -> Any:
-    """Return the same devices with ``cp`` along that axis, by default all of them."""
-    import jax
-
-    return jax.sharding.Mesh(mesh.devices.reshape(1, cp, mesh.size // cp if cp > 0 else 1), mesh.axis_names)
+    if len(devices) < count:
+        return f"{count} shards need as many devices, there are {len(devices)}"
+    return devices[:count]
 
 
 def environment(shards: int) -> None:

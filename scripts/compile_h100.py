@@ -49,7 +49,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench_overlap import TINY, VARIANTS, Size, environment, middle_stage, submesh
+from scripts.bench_overlap import TINY, VARIANTS, Size, environment, middle_stage, target_devices
 from scripts.hlo_schedule import count_products, custom_calls, float32_adds, kernels, moves
 from scripts.provenance import commit_id
 
@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.checkout is not None:
         sys.path.insert(0, str(args.checkout.resolve()))
     environment(1)
-    mesh = submesh(args.target, 1, tiny=args.tiny)
-    if isinstance(mesh, str):
-        print(f"compile_h100: {mesh}; or try --tiny", file=sys.stderr)
+    devices = target_devices(args.target, 1, tiny=args.tiny)
+    if isinstance(devices, str):
+        print(f"compile_h100: {devices}; or try --tiny", file=sys.stderr)
         return 2
     size = TINY if args.tiny else Size(T=args.sequence)
     size = replace(size, L=args.blocks)
@@ -89,10 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.checkout is not None
         else [f for f in ATTENTION if f != BEFORE and (f != "cudnn" or not args.tiny)]
     )
-    cases = [_pairs(m, args, size, mesh) for m in args.model or ("gpt", "llama")] if args.pairs else None
+    cases = [_pairs(m, args, size, devices) for m in args.model or ("gpt", "llama")] if args.pairs else None
     report = {
         **_provenance(args, size, arguments),
-        "cases": [c for form in forms for c in _cases(form, args, size, mesh)] if cases is None else cases,
+        "cases": [c for form in forms for c in _cases(form, args, size, devices)] if cases is None else cases,
     }
     if args.before is not None:
         older = _older(args.before, arguments)
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[dict[str, Any]]:
+def _cases(form: str, args: argparse.Namespace, size: Size, devices: Any) -> list[dict[str, Any]]:
     from jaxpipe.stage import jaxprs
 
     flatten = getattr(jaxprs, "_of_matrices", None)
@@ -113,7 +113,7 @@ def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[d
     for model in args.model or ("gpt", "llama"):
         for recompute in args.recompute or ("none",):
             variant = replace(VARIANTS[model], recompute=recompute, attention=ATTENTION[form])
-            stage = middle_stage(variant, size, mesh, 1)
+            stage = middle_stage(variant, size, devices)[0]
             case = {
                 "form": form,
                 "model": model,
@@ -127,7 +127,7 @@ def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[d
     return cases
 
 
-def _pairs(model: str, args: argparse.Namespace, size: Size, mesh: Any) -> dict[str, Any]:
+def _pairs(model: str, args: argparse.Namespace, size: Size, devices: Any) -> dict[str, Any]:
     """Compile W, two of them in one program, and W of two microbatches at once."""
     import jax
     import jax.numpy as jnp
@@ -137,7 +137,9 @@ def _pairs(model: str, args: argparse.Namespace, size: Size, mesh: Any) -> dict[
     from jaxpipe.planning.targets import find_target
 
     variant = replace(VARIANTS[model], attention="xla" if args.tiny else "cudnn")
-    one, two = (middle_stage(variant, replace(size, B=n * size.B), mesh, 1).functions["W"] for n in (1, 2))
+    stages = [middle_stage(variant, replace(size, B=n * size.B), devices) for n in (1, 2)]
+    one, two = (stage.functions["W"] for stage, _ in stages)
+    mesh = stages[0][1]
     shared = [k for k, port in enumerate(one.inputs) if port.kind in ("param", "acc")]
     sums = [k for k in shared if one.inputs[k].kind == "acc"]
     own = [k for k in range(len(one.inputs)) if k not in shared]

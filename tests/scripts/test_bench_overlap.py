@@ -83,13 +83,12 @@ def test_without_wheels_it_says_so_in_one_line(
     assert out == "" and err == "bench_overlap: the CUDA plugin is not installed; or try --tiny\n"
 
 
-@pytest.mark.parametrize(("variant", "collectives"), [("llama-full", 10), ("gpt-ring", 20)])
+@pytest.mark.parametrize(("variant", "collectives"), [("llama-full", 10), ("gpt-ring", 20), ("experts", 8)])
 def test_compiled_for_h100_all_collectives_have_products_under_them(variant: str, collectives: int) -> None:
-    mesh = bench_overlap.submesh("h100", 4, tiny=False)
-    if isinstance(mesh, str):
-        pytest.skip(f"{mesh}; needs the wheels that scripts/bench_overlap.py names")
-    mesh = bench_overlap.along_time(mesh) if bench_overlap.VARIANTS[variant].cp else mesh
-    stage = bench_overlap.middle_stage(bench_overlap.VARIANTS[variant], bench_overlap.Size(), mesh, 4)
+    devices = bench_overlap.target_devices("h100", 4, tiny=False)
+    if isinstance(devices, str):
+        pytest.skip(f"{devices}; needs the wheels that scripts/bench_overlap.py names")
+    stage, mesh = bench_overlap.middle_stage(bench_overlap.VARIANTS[variant], bench_overlap.Size(), devices)
     case = bench_overlap.measure(stage, ("F", "BW"), True, mesh, cublas=False, gpu=True)
     assert (case["covered"], case["collectives"]) == (collectives, collectives)
 

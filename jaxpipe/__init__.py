@@ -12,14 +12,14 @@ from jaxpipe.lazy import exported
 if TYPE_CHECKING:
     from jaxpipe.stage.model.adapters import from_linen, from_nnx, layers_from_linen
     from jaxpipe.stage.model.cut_nnx import layers_from_nnx, module_params, update_module
-    from jaxpipe.stage.model.layer import Layer, Model
+    from jaxpipe.stage.model.layer import Layer, Model, With
     from jaxpipe.train.data import Data
     from jaxpipe.train.devices import join, request_devices
     from jaxpipe.train.trainer import Trainer
     from jaxpipe.train.verbs import data, evaluate, export, generate, import_folder, load_params
 
 __version__ = "0.2.0"
-__all__ = ["Data", "Layer", "Model", "Trainer", "__version__", "join", "request_devices"]
+__all__ = ["Data", "Layer", "Model", "Trainer", "With", "__version__", "join", "request_devices"]
 __all__ += ["from_linen", "from_nnx", "layers_from_linen", "layers_from_nnx", "module_params", "update_module"]
 __all__ += ["data", "evaluate", "export", "generate", "import_folder", "load_params"]
 
@@ -28,7 +28,7 @@ _, __getattr__ = exported(
     **{
         "stage.model.adapters": "from_linen from_nnx layers_from_linen",
         "stage.model.cut_nnx": "layers_from_nnx module_params update_module",
-        "stage.model.layer": "Layer Model",
+        "stage.model.layer": "Layer Model With",
         "train.data": "Data",
         "train.devices": "join request_devices",
         "train.trainer": "Trainer",

@@ -491,7 +491,7 @@ class DataFlow:
 
     def _losses(self, action: Action) -> list[ir.Value]:
         stage = self._stages[action.stage]
-        outputs = stage.functions[action.op].outputs if stage.links.losses else ()
+        outputs = stage.functions[action.op].outputs if stage.reports else ()
         return [value_of(stage, port, action.microbatch) for port in outputs if port.kind == "loss"]
 
     def _seconds(self, sizes: Ints, timeline: Timeline) -> tuple[Floats, Floats]:

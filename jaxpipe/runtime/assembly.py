@@ -52,13 +52,21 @@ from jaxpipe.runtime.transfer import OFFLOAD_ALL, OffloadOptions, Ownership
 from jaxpipe.schedule import CostProfile, Placement, Schedule
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
 from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies, remarks
-from jaxpipe.stage.functions import Metrics, Port, StageFunction, StageFunctions, with_offload
+from jaxpipe.stage.functions import Port, Reported, SideResult, StageFunction, StageFunctions, with_offload
 from jaxpipe.stage.instructions import with_instructions
 from jaxpipe.stage.jaxprs import array_leaves, fill
 from jaxpipe.stage.model.layer import Layer, Model, Params, Path, check_dtype, taken_by
 from jaxpipe.stage.model.params import ParamLayout, compute_avals, stage_params, undivided_axes
-from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut, loss_factor
-from jaxpipe.stage.model.reference import combined, model_output, read_by, weights_of
+from jaxpipe.stage.model.plan import (
+    Cut,
+    StagePlan,
+    analytic_layer_costs,
+    checked_cut,
+    cut,
+    layer_loss_factor,
+    loss_factor,
+)
+from jaxpipe.stage.model.reference import model_output, read_by, weights_of
 from jaxpipe.stage.split.policies import STANDARD
 
 Buffers = list[jax.Array]
@@ -73,23 +81,6 @@ class Tie:
     owner_path: Path
     copy_stage: int
     copy_path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """Positions among the ``loss`` ports of all stages, in order.
-
-    Attributes:
-        heads: of the sum and the weight of each loss.
-        metrics: of the sum and the weight of each metric, by name; of several losses each is a metric by its layer's name.
-    """
-
-    heads: tuple[tuple[int, int], ...]
-    metrics: Metrics
-
-    def loss(self, sums: Sequence[Any]) -> tuple[Any, Any]:
-        """Return loss sum and weight (:func:`~jaxpipe.stage.model.reference.combined`), given the sums by position."""
-        return combined([(sums[a], sums[b]) for a, b in self.heads])
 
 
 ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
@@ -480,8 +471,18 @@ class Assembly:
         heads: list[tuple[int, int]] = []
         named: dict[str, tuple[int, int]] = {}
         first = 0
+        sides: dict[str, dict[str, SideResult]] = {}
         several = len(self.model.losses) > 1
         for s, f in enumerate(self.stages):
+            for side in () if evaluation else f.sides:
+                at = sides.setdefault(side.name, {})
+                if self.layers(s)[side.layer].name in at or (
+                    side.name in self.model.layer_losses and side.kind != "loss"
+                ):
+                    raise StageError(
+                        f"layer {self.layers(s)[side.layer].name!r} returns two results {side.name!r}; rename one"
+                    )
+                at[self.layers(s)[side.layer].name] = side._replace(port=first + side.port)
             loss_ports = [(first + 2 * k, first + 2 * k + 1) for k in range(len(f.links.losses))]
             names = [self.layers(s)[k].name for k in f.links.losses]
             ports_of = {n: at for n, at in zip(names, loss_ports, strict=True) if several and n != "loss"}
@@ -492,7 +493,12 @@ class Assembly:
             named |= ports_of
             heads += loss_ports
             first += sum(p.kind == "loss" for p in (f.evaluation if evaluation else f.functions["F"]).outputs)
-        return Reported(tuple(heads), named)
+        if sides and self.model.span > 1:
+            raise StageError(f"a layer returns {min(sides)!r} beside y; not with a loss of span {self.model.span}")
+        factors = {} if evaluation else self.model.layer_losses
+        if twice := named.keys() & factors.keys():
+            raise StageError(f"two losses report a metric {min(twice)!r}; give one another name")
+        return Reported(tuple(heads), named, sides, factors)
 
     def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
         """Return the output of the layer before the loss for ``batch`` (leading axis: microbatches; what only the loss
@@ -608,8 +614,9 @@ class Assembly:
 
     def _with_factors(self, batch: Batch) -> Batch:
         """Add to ``batch`` what the gradient of each loss is multiplied by, where there are several: the first one's weight in
-        all microbatches over its own (0 without weight)."""
-        if len(self.model.losses) == 1:
+        all microbatches over its own (0 without weight), times the factor of a loss that layers have."""
+        others = self.model.layer_losses
+        if len(self.model.losses) == 1 and not others:
             return batch
         # A microbatch's backward needs the weights of all microbatches, long before those have run. They follow from the batch
         # alone, so the host computes them beforehand.
@@ -617,11 +624,10 @@ class Assembly:
             totals = [float(w) for w in self._weights({name: np.asarray(x) for name, x in batch.items()})]
         shape = (len(next(iter(batch.values()))), self.microbatch_size)
         factors = [totals[0] / w if w > 0 else 0.0 for w in totals]
-        layers = [self.model.layers[k] for k in self.model.losses]
-        return {
-            **batch,
-            **{loss_factor(x): np.full(shape, f, self.master_dtype) for x, f in zip(layers, factors, strict=True)},
-        }
+        names = [loss_factor(self.model.layers[k]) for k in self.model.losses]
+        factors = [f * own for f, own in zip(factors, [*[1.0] * len(names), *others.values()], strict=True)]
+        names += map(layer_loss_factor, others)
+        return {**batch, **{n: np.full(shape, f, self.master_dtype) for n, f in zip(names, factors, strict=True)}}
 
     @cached_property
     def _weights(self) -> Any:

@@ -301,7 +301,8 @@ class Pipeline(Assembly):
     def loss_and_grads(
         self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, Params]]:
-        """Return the mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses.
+        """Return the mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses. The
+        gradient is that of what a step minimises: with losses that layers have beside it.
 
         Raises:
             ProgramError: stages are other processes'.

@@ -13,7 +13,8 @@ those that every stage has::
 Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of ``ParamLayout`` (integer
 buffers come last and have no ``acc``); ``x``/``y`` number the array leaves of the pytree that crosses the stage boundary,
 ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes :attr:`StageFunctions.data_names`; ``loss`` 0 is
-the loss sum, 1 the weight sum, 2 and 3 those of a second loss layer, and after them come metrics; ``res`` and ``wres`` number
+the loss sum, 1 the weight sum, 2 and 3 those of a second loss layer, and after them come metrics, then vectors of what layers
+return beside ``y``; ``res`` and ``wres`` number
 what F and B save; ``token`` is a scalar that is ready when the function has run, and that nothing donates: what the runtime
 waits on. Two kinds have names and are for functions that users add: ``user``, a value of one microbatch, and ``state``, arrays
 that are zeros before a step and that the microbatches of a stage update in turn.
@@ -42,7 +43,10 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import reduce
+from itertools import accumulate
+from operator import add
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +58,29 @@ from jaxpipe.mesh import AnyMesh, device_sharded, replicated
 from jaxpipe.stage.jaxprs import array_leaves
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.plan import StageLinks
+from jaxpipe.stage.model.reference import combined
 from jaxpipe.stage.weave.weaver import CoveredCollective
 
 Metrics = Mapping[str, tuple[int, int]]
 """Metrics that the loss layer reports besides the loss, by name: the ``loss`` ports of the sum and of what it is divided by."""
+
+
+class SideResult(NamedTuple):
+    """The place of a result that a layer returns beside ``y`` (:class:`~jaxpipe.stage.model.layer.With`): the elements from
+    ``start`` on of the vector of a ``loss`` port. ``layer``: its position in the stage. ``kind``: ``sum``, ``peak`` or
+    ``loss``, which is ``[2]``, its sum and its weight."""
+
+    layer: int
+    kind: str
+    name: str
+    port: int
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, vector: Any) -> Any:
+        """Return the result out of its vector."""
+        return vector[self.start : self.start + math.prod(self.shape)].reshape(self.shape)
+
 
 PortKind = Literal["param", "x", "data", "key", "y", "loss", "res", "dy", "dx", "wres", "acc", "token", "user", "state"]
 
@@ -194,7 +217,7 @@ class StageFunctions:
     ``offloaded``: indices of the ``res`` ports that O and L move, ``offloadable_bytes`` their bytes
     (:func:`with_offload`).
     ``notes``: remarks for people, such as a scan that could not be divided between B and W. ``metrics``: of the last stage's F;
-    ``eval_metrics``: of its E.
+    ``eval_metrics``: of its E. ``sides``: of F, what layers return beside ``y``.
     """
 
     stage: int
@@ -219,8 +242,14 @@ class StageFunctions:
     offloadable_bytes: int = 0
     metrics: Metrics = field(default_factory=dict)
     eval_metrics: Metrics = field(default_factory=dict)
+    sides: tuple[SideResult, ...] = ()
     x_from: tuple[tuple[int, int], ...] = ()
     dy_from: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reports(self) -> bool:
+        """Whether F has ``loss`` ports."""
+        return bool(self.links.losses or self.sides)
 
     @property
     def x_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -258,6 +287,55 @@ class StageFunctions:
             f"parameters {self.param_bytes}"
         )
         return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Positions among the ``loss`` ports of all stages, in order.
+
+    Attributes:
+        heads: of the sum and the weight of each loss.
+        metrics: of the sum and the weight of each metric, by name; of several losses each is a metric by its layer's name.
+        sides: by name and layer, what layers return beside ``y``, in vectors.
+        factors: of the losses among these.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    metrics: Metrics
+    sides: Mapping[str, Mapping[str, SideResult]] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    def loss(self, sums: Sequence[Any]) -> tuple[Any, Any]:
+        """Return loss sum and weight (:func:`~jaxpipe.stage.model.reference.combined`), given the sums by position."""
+        return combined([(sums[a], sums[b]) for a, b in self.heads])
+
+    @property
+    def peaks(self) -> set[int]:
+        """The positions of vectors of which the largest elements count, and not their sum."""
+        return {side.port for of_layer in self.sides.values() for side in of_layer.values() if side.kind == "peak"}
+
+    def layer_losses(self, vectors: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the sum and the weight of each loss that layers have beside the model's own."""
+        pairs = {name: [side.of(vectors[side.port]) for side in self.sides[name].values()] for name in self.factors}
+        return {name: tuple(reduce(add, each)) for name, each in pairs.items()}
+
+    def side_sums(self, vectors: Sequence[Any]) -> dict[str, Any]:
+        """Return by name the sums and peaks of all layers that have them, one after the other, flat."""
+        named = {name: of_layer for name, of_layer in self.sides.items() if name not in self.factors}
+        parts = {name: [side.of(vectors[side.port]).reshape(-1) for side in x.values()] for name, x in named.items()}
+        return {name: jnp.concatenate(each) for name, each in parts.items()}
+
+    def by_layer(self, side_sums: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return by name and layer what :meth:`side_sums` put together."""
+        split: dict[str, dict[str, Any]] = {}
+        for name, flat in side_sums.items():
+            shapes = {layer: side.shape for layer, side in self.sides[name].items()}
+            starts = accumulate(map(math.prod, shapes.values()), initial=0)
+            split[name] = {
+                layer: flat[at : at + math.prod(shape)].reshape(shape)
+                for (layer, shape), at in zip(shapes.items(), starts, strict=False)
+            }
+        return split
 
 
 Parts = tuple[tuple[str, int], ...]

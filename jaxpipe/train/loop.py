@@ -50,7 +50,7 @@ from jaxpipe.train.trainer import Trainer
 __all__ = ["TrainResult", "train"]
 
 _ENDED = 1 << 30  # behind all actions of a step
-_SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "stop", "switch")
+_SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "sums", "stop", "switch")
 """The metrics of a step that its record is made of."""
 
 

@@ -111,11 +111,18 @@ def cause_of(applied: Any, loss: Any, grad_norm: Any, weight: Any) -> Cause | No
 class StepMetrics(Combined):
     """The results of a step: its scalars, whether all parameters are ``finite`` after it, and the ``learning_rate``, if the
     step knows it. These two are ``updated()``, and wait for an update that was made ahead. ``timeline``: measured, on recorded
-    steps, in process 0. ``outputs`` has the host-side timings (and no accumulators)."""
+    steps, in process 0. ``outputs`` has the host-side timings (and no accumulators). ``side_results``: gives ``side_sums`` by
+    layer."""
 
     updated: Callable[[], Updated]
     timeline: Timeline | None
     outputs: StepOutputs
+    side_results: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
+
+    @property
+    def sums(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return by name and layer what layers return beside ``y``, summed over the step, or its peaks. Waits for it."""
+        return self.side_results(jax.device_get(self.side_sums))
 
     @property
     def finite(self) -> jax.Array:
@@ -136,7 +143,8 @@ class StepMetrics(Combined):
 class Unapplied:
     """A step before its update. By stage: ``params``, the parameter buffers that the update reads, ``reduced`` gradients, and
     ``updates``; ``compute``: the buffers that get new ones; ``acc``: accumulators that are zero. The rest as in
-    :class:`TrainState`. ``combined``: the scalars of the whole step; ``extra``: arguments of the optimizer's update."""
+    :class:`TrainState`. ``combined``: the scalars of the whole step; ``extra``: arguments of the optimizer's update;
+    ``untrained``: by instance, the buffers that layers change after a step."""
 
     step: int
     params: dict[int, Buffers]
@@ -149,6 +157,7 @@ class Unapplied:
     combined: Combined
     extra: Mapping[str, Any]
     updates: Mapping[int, StageUpdate]
+    untrained: Mapping[Instance, Buffers]
 
     def state(self) -> TrainState:
         """Return the state that the step leaves, once all is updated."""

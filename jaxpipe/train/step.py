@@ -47,10 +47,10 @@ from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import LeafSlot, by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.checkpoints.leaves import joined_rows
 from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated
-from jaxpipe.train.update import stage_update
+from jaxpipe.train.update import scalars, stage_update
 from jaxpipe.train.update.optimizer import LearningRate
 from jaxpipe.train.update.post_validation import LateUpdate, PostValidation, last_rank
-from jaxpipe.train.update.scalars import StepReduction, TiedLeaves, agrees
+from jaxpipe.train.update.scalars import StepReduction, TiedLeaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +228,8 @@ class TrainStep:
         self._unpack = {s: self._compile_unpack(s) for s in self._own}
         self._fresh = {s: self._compile_fresh(s) for s in self._own}
         self._rate = LearningRate(learning_rate, self.states[0].optimizer)
+        untrained = {s: scalars.UntrainedLeaves(pipeline, s) for s in self._primary}
+        self._untrained = {s: x for s, x in untrained.items() if x.buffers}
         squares = {s: _square_aval(x, self.states[s].acc) for s, x in self._shards.items()}
         self._scalars = StepReduction(pipeline, squares, clip_norm, last_rank(pipeline) if self._late else 0)
         self._ties = TiedLeaves(pipeline)
@@ -319,11 +321,14 @@ class TrainStep:
             combined,
             extra,
             updates,
+            {at: x.of(state.compute[at]) for at in pipe.own_instances if (x := self._untrained.get(at[1]))},
         )
         timeline = pipe.measured_timeline(outputs) if record and pipe.ownership.processes.mine == 0 else None
         state, updated = self._updated(unapplied, guess)
-        scalars = {f.name: getattr(combined, f.name) for f in fields(combined)}
-        metrics = StepMetrics(**scalars, updated=updated, timeline=timeline, outputs=outputs)
+        values = {f.name: getattr(combined, f.name) for f in fields(combined)}
+        metrics = StepMetrics(
+            **values, updated=updated, timeline=timeline, outputs=outputs, side_results=pipe.reported.by_layer
+        )
         return state, metrics
 
     def _run(
@@ -341,19 +346,22 @@ class TrainStep:
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
-    def _updated(
-        self, unapplied: Unapplied, guess: tuple[jax.Array, jax.Array] | None
-    ) -> tuple[TrainState, Callable[[], Updated]]:
+    def _updated(self, unapplied: Unapplied, guess: scalars.Guess | None) -> tuple[TrainState, Callable[[], Updated]]:
         """Return the state after the step, if need be without what can be committed later, and what is known of it."""
         if guess is not None:
-            is_valid = partial(agrees, unapplied.combined, *guess)
+            is_valid = partial(scalars.agrees, unapplied.combined, *guess[:2])
             if self.post_validation.goes_ahead(is_valid):
                 return self._ahead(unapplied, *guess, is_valid)
         updated = self._applied(unapplied)
         return unapplied.state(), lambda: updated
 
     def _ahead(
-        self, unapplied: Unapplied, scale: jax.Array, loss: jax.Array, is_valid: Callable[[], bool]
+        self,
+        unapplied: Unapplied,
+        scale: jax.Array,
+        loss: jax.Array,
+        side_sums: Mapping[str, jax.Array],
+        is_valid: Callable[[], bool],
     ) -> tuple[TrainState, Callable[[], Updated]]:
         rate = self._rate.before(unapplied.optimizer[min(self._own)])
         late_arguments, finite = {}, {}
@@ -365,6 +373,7 @@ class TrainStep:
             unapplied.compute[at] = _with_buffers(unapplied.compute[at], self._writes[s], buffers)
             unapplied.reduced[s] = replace(reduced, acc=[])  # made anew when it is needed
         self._broadcast_params(unapplied.compute)
+        self._change_untrained(unapplied, side_sums, np.True_)
         # After it, which donates buffers with copies of tied leaves.
         for s, r in self._own.items():
             masters, reads = self._shards[s].mastered, zip(self._reads[s], unapplied.params[s], strict=True)
@@ -392,6 +401,7 @@ class TrainStep:
             unapplied.compute[at] = _with_buffers(unapplied.compute[at], self._writes[s], buffers)
             unapplied.acc[at] = zeros or reduced.acc or update.zeros()
         self._broadcast_params(unapplied.compute)
+        self._change_untrained(unapplied, combined.side_sums, combined.applied)
         return Updated(self._scalars.all_true(finite), self._rate_after(unapplied.optimizer) if rate is None else rate)
 
     def _rate_after(self, optimizer: Mapping[int, Any]) -> jax.Array | None:
@@ -402,6 +412,13 @@ class TrainStep:
         home = replicated(self.pipeline.submeshes[self._primary[stage]])
         arguments: tuple[Any, ...] = jax.device_put((scale, ok, {"value": loss, **extra}), home)
         return arguments
+
+    def _change_untrained(self, unapplied: Unapplied, side_sums: Mapping[str, jax.Array], ok: Any) -> None:
+        """Put in the leaves that layers change after a step, in all replicas: as they were where the step is not ``ok``."""
+        for at, old in unapplied.untrained.items():
+            home, leaves = replicated(self.pipeline.submeshes[at[0]]), self._untrained[at[1]]
+            new = leaves.changed(old, *jax.device_put((side_sums, ok), home))
+            unapplied.compute[at] = _with_buffers(unapplied.compute[at], leaves.buffers, new)
 
     def _broadcast_params(self, compute: dict[Instance, Buffers]) -> None:
         """New parameters to tied copies and replicas."""
@@ -428,7 +445,10 @@ class TrainStep:
             if shards.chunked:
                 leaves |= shards.host_leaves(dict(zip(shards.mastered, state.master[(r, s)], strict=True)))
             trained = shards.tree([leaves.get(slot) for slot in shards.layout.slots])
-            params |= {name: nested(by_path(state.fixed[name]) | by_path(tree)) for name, tree in trained.items()}
+            changed = self._untrained[s].on_host(state.compute[r, s]) if s in self._untrained else {}
+            for name, tree in trained.items():
+                leaf_of = by_path(state.fixed[name]) | by_path(changed.get(name, {})) | by_path(tree)
+                params[name] = nested(leaf_of)
             optimizer |= self._optimizers[s].by_layer(view.narrow_whole(state.optimizer[s]))
         model = self.pipeline.model
         return model.joined(params, joined_rows), model.joined(optimizer, joined_rows)

@@ -34,7 +34,7 @@ from jaxpipe.stage.identity import ById, function_key, value_key
 from jaxpipe.stage.jaxprs import array_leaves, fill, is_array, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, Params
 from jaxpipe.stage.model.params import ParamLayout, stage_params
-from jaxpipe.stage.model.plan import StageLinks, links_of, loss_factor
+from jaxpipe.stage.model.plan import StageLinks, layer_loss_factor, links_of, loss_factor
 from jaxpipe.stage.split.graph import StagePart
 from jaxpipe.stage.split.policies import ingredients, per_stage
 from jaxpipe.stage.split.recompute import policy
@@ -194,14 +194,17 @@ def with_factors(
         for k, learns in zip(link.losses, link.loss_learns, strict=True)
     ]
     size = next(iter(data_avals.values())).shape[:1] if data_avals else ()
-    factors = {loss_factor(layer): jax.ShapeDtypeStruct(size, dtype) for layer, learns in losses if learns}
-    return {**data_avals, **(factors if len(losses) > 1 else {})}
+    names = [loss_factor(layer) for layer, learns in losses if learns] if len(losses) > 1 else []
+    names += [layer_loss_factor(name) for layers in stages for layer in layers for name in layer.losses]
+    return {**data_avals, **dict.fromkeys(names, jax.ShapeDtypeStruct(size, dtype))}
 
 
 def _data_read(
     layers: Sequence[Layer], data_avals: Mapping[str, jax.ShapeDtypeStruct], stage: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    names = {name for layer in layers for name in (*layer.reads, loss_factor(layer))}
+    names = {
+        name for layer in layers for name in (*layer.reads, loss_factor(layer), *map(layer_loss_factor, layer.losses))
+    }
     for layer in layers:
         unknown = [name for name in layer.reads if name not in data_avals]
         if unknown:
@@ -236,7 +239,7 @@ def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable:
         (v.shape, np.dtype(v.dtype), varies_beside_data(v)) if is_array(v) else value_key(v) for v in leaves
     )
     position = {layer.name: i for i, layer in enumerate(spec.layers)}
-    layers = tuple((layer.reads, layer.uses_key, tuple(sorted(layer.tied))) for layer in spec.layers)
+    layers = tuple((x.reads, x.uses_key, tuple(sorted(x.tied)), tuple(x.losses)) for x in spec.layers)
     slots = tuple((position[s.layer], s.path, s.shape, s.dtype, s.buffer, s.offset, s.axis) for s in spec.layout.slots)
     shards = (spec.layout.kinds, spec.layout.num_trained, spec.tp)
     aliases = tuple((position[a], p, position[b], q) for (a, p), (b, q) in spec.layout.aliases.items())
@@ -290,6 +293,7 @@ def _assemble(
         notes=cut.notes,
         metrics=joint.metrics,
         eval_metrics=(ends or joint).metrics,
+        sides=joint.sides,
     )
     built = with_offload(built)
     dump.dump("stage", f"stage{spec.stage}", lambda: str(built))

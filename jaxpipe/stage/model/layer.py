@@ -76,17 +76,41 @@ class LayerContext:
     tp: RankMesh = ONE_SHARD
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class With:
+    """Holds ``y`` and what a layer returns beside it, which goes to no other layer: returned by :attr:`Layer.apply`.
+
+    ``losses``: by each name of :attr:`Layer.losses`, ``(sum, weight)`` of this microbatch, two scalars as a model's loss
+    returns them; the batch alone decides the weight. ``sums``: by name, arrays that are added up over a step, without gradient;
+    integers stay integers. ``peaks``: arrays of which a step keeps the largest of each element.
+
+    Each shard of the data (dp, cp) returns what its own positions make, shards over tp all the same. Evaluation drops
+    everything but ``y``.
+    """
+
+    y: Any
+    losses: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    sums: Mapping[str, Any] = field(default_factory=dict)
+    peaks: Mapping[str, Any] = field(default_factory=dict)
+
+
+def split_result(result: Any) -> With:
+    """Return what a layer returned, with ``y`` apart from the rest."""
+    return result if isinstance(result, With) else With(result)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer.
 
     ``name``: unique in the model; parameters are stored and checkpointed under it. ``init(key) -> params`` (a dict pytree of
-    arrays, float32 master precision). ``apply(params, x, context) -> y``. ``takes``: whose results ``x`` is. None: that of the
-    layer before it (the first layer gets None). Names of earlier layers: a tuple of their results, one name too. ``()``: None;
-    the layer begins a branch with what it reads. ``reads``: names of batch arrays it needs. ``uses_key``: it draws random
-    numbers in training (dropout). ``tied``: ``{path in this layer's params: (owner layer, path there)}``; a tied leaf is not
-    created by ``init`` but put into ``params`` before ``apply``; its gradient is added to the owner's. ``kind``: what sort of
-    layer it is, for people; nothing is computed, shared or timed by it.
+    arrays, float32 master precision). ``apply(params, x, context) -> y``, or :class:`With` more than that. ``takes``: whose
+    results ``x`` is. None: that of the layer before it (the first layer gets None). Names of earlier layers: a tuple of their
+    results, one name too. ``()``: None; the layer begins a branch with what it reads. ``reads``: names of batch arrays it
+    needs. ``uses_key``: it draws random numbers in training (dropout). ``tied``: ``{path in this layer's params: (owner layer,
+    path there)}``; a tied leaf is not created by ``init`` but put into ``params`` before ``apply``; its gradient is added to
+    the owner's. ``kind``: what sort of layer it is, for people; nothing is computed, shared or timed by it.
 
     ``trainable(path)``: whether the floating-point leaf at that path is trained; None: all are. One that is not has no
     gradient, no W, no accumulator and no optimizer state. ``frozen``: no leaf is, whatever ``trainable`` says; where no layer
@@ -103,6 +127,15 @@ class Layer:
 
     ``matrices``: the leaves that are matrices, for optimizers that treat those apart (Muon); None: those of two axes are,
     unless the layer reads batch arrays, as embeddings do, or a loss takes from it, as from heads.
+
+    ``losses``: those that ``apply`` returns beside ``y`` (:attr:`With.losses`), with the factor of each. One name in several
+    layers is one loss: a step minimises the model's own loss plus each factor · Σ sum / Σ weight over these layers and all
+    microbatches. Logs have the model's loss alone, and Σ sum / Σ weight as a metric of that name, without the factor.
+
+    ``after_step(leaves, sums) -> leaves``: new values of leaves that are not trained, after each step that changes parameters;
+    it is traced. ``leaves``: those of the layer, by path; ``sums``: :attr:`With.sums` and ``peaks`` of the layer over the step.
+    Leaves that it returns are whole on each device, and in the dtype of masters (:attr:`float32`).
+    ``judge(sums) -> str``: on the host, after each step of a run: a text ends the run (exit code 6), "" goes on.
 
     ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
     the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.
@@ -125,6 +158,9 @@ class Layer:
     detached: bool = False
     words: VocabSplit | None = None
     alike: Hashable = None
+    losses: Mapping[str, float] = field(default_factory=dict)
+    after_step: Callable[[Params, Mapping[str, jax.Array]], Params] | None = None
+    judge: Callable[[Mapping[str, np.ndarray]], str] | None = None
 
     @property
     def code(self) -> Hashable:
@@ -133,7 +169,7 @@ class Layer:
         if self.alike is not None:
             return self.alike
         functions = (function_key(self.init), function_key(self.apply))
-        rules = (self.trainable, self.float32, self.frozen, self.span, self.detached)
+        rules = (self.trainable, self.float32, self.frozen, self.span, self.detached, tuple(self.losses))
         return functions, self.reads, self.uses_key, tuple(sorted(self.tied.items())), rules
 
     def trains(self, path: Path) -> bool:
@@ -238,6 +274,11 @@ class Model:
     def span(self) -> int:
         """Return how many consecutive microbatches its loss takes at once (:attr:`Layer.span`)."""
         return self.layers[-1].span
+
+    @property
+    def layer_losses(self) -> dict[str, float]:
+        """Return the losses that layers have beside the model's own, with their factors (:attr:`Layer.losses`)."""
+        return {name: factor for layer in self.layers for name, factor in layer.losses.items()}
 
     @property
     def losses(self) -> tuple[int, ...]:
@@ -369,7 +410,13 @@ def _model_problems(model: Model) -> list[str]:
         names = [layer.name for layer in model.layers]
         twice = sorted({name for name in names if names.count(name) > 1})
         problems.append(f"layer names must be unique, and {', '.join(twice)} appears more than once")
+    factors = model.layer_losses
     for i, layer in enumerate(model.layers):
+        problems += [
+            f"layer {layer.name} counts its loss {name!r} by {factor}, another layer by {factors[name]}; a name has one factor"
+            for name, factor in layer.losses.items()
+            if factor != factors[name]
+        ]
         problems += _taking_problems(layer, [earlier.name for earlier in model.layers[:i]], by_name)
         problems += [
             f"layer {layer.name} reads {name!r}, and the batch has {', '.join(arrays)}"

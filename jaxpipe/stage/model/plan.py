@@ -39,6 +39,7 @@ from jaxpipe.stage.model.layer import (
     every_init_avals,
     given_to,
     key_aval,
+    split_result,
     taken_by,
 )
 from jaxpipe.stage.model.params import find_leaf, is_trained, leaves_of, with_tied_leaves
@@ -174,6 +175,12 @@ def loss_factor(layer: Layer) -> str:
     one's weight in the step over its own. The runtime makes it."""
     # With a blank: no batch array of a user's is called so.
     return f"factor of {layer.name}"
+
+
+def layer_loss_factor(name: str) -> str:
+    """Name the batch array that holds what the gradient of a loss that layers have is multiplied by: its factor, times the
+    first loss's weight in the step over its own."""
+    return f"factor of the losses {name}"
 
 
 def stage_edges(links: Sequence[StageLinks]) -> tuple[tuple[int, int], ...]:
@@ -532,7 +539,8 @@ def _forward_flops(layer: Layer, arguments: tuple[Any, ...], attention: Attentio
 
     def forward(arrays: list[jax.Array]) -> list[Any]:
         params, x, data, key = fill(arguments, arrays)
-        outputs.append(calling(layer, params, x, LayerContext(data, key if layer.uses_key else None)))
+        result = calling(layer, params, x, LayerContext(data, key if layer.uses_key else None))
+        outputs.append(split_result(result).y)
         return array_leaves(outputs[0])
 
     jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(array_leaves(arguments))

@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import operator
 import pkgutil
 import sys
 import sysconfig
@@ -32,7 +33,18 @@ import numpy as np
 from jaxpipe import lazy
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, check_names, given_to, suggestion, taken_by
+from jaxpipe.stage.model.layer import (
+    Layer,
+    LayerContext,
+    Model,
+    Params,
+    With,
+    check_names,
+    given_to,
+    split_result,
+    suggestion,
+    taken_by,
+)
 from jaxpipe.stage.model.params import with_tied_leaves
 
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
@@ -55,13 +67,17 @@ def apply_model(
     train: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Forward of the whole model on one microbatch (the rows of ``model.span`` of them, where its loss takes so many at once):
-    ``(loss_sum, weight_sum)``, two scalars (of several losses, as :func:`combined`).
+    ``(loss_sum, weight_sum)``, two scalars (of several losses, as :func:`combined`). In training with the losses of layers
+    (:attr:`~jaxpipe.stage.model.layer.Layer.losses`).
 
     ``key`` is the microbatch's, typed or raw threefry data (uint32[2]); None will do when no layer draws random numbers, or
     with ``train=False``. Differentiable in ``params``; the gradient of a tied leaf arrives at its owner, summed over its uses.
     Raises StageError when ``batch`` lacks an array that a layer reads, or a layer needs a key.
     """
-    return combined(_heads(model, params, batch, key, train).values())
+    heads, others = _heads(model, params, batch, key, train)
+    factors = model.layer_losses
+    scaled = [(factors[name] * loss_sum, weight_sum) for name, (loss_sum, weight_sum) in others.items()]
+    return combined([*heads.values(), *(scaled if train else ())])
 
 
 def named_metrics(model: Model, results: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
@@ -91,7 +107,7 @@ def combined(heads: Iterable[Sequence[Any]]) -> tuple[Any, Any]:
 def weights_of(
     model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Callable[[Mapping[str, Any]], list[Any]]:
-    """Return a function from a microbatch to the weight of each loss. ``params``, ``batch``: shapes.
+    """Return a function from a microbatch to the weight of each loss, those of layers last. ``params``, ``batch``: shapes.
 
     Raises:
         StageError: one depends on more than the batch; a step could not know it before its first backward pass.
@@ -99,9 +115,9 @@ def weights_of(
     loss_names: list[Any] = []
 
     def weights(params: Any, batch: Any) -> list[Any]:
-        heads = _heads(model, params, batch, None, False)
-        loss_names.extend(heads)
-        return [jnp.asarray(head[1]) for head in heads.values()]
+        heads, others = _heads(model, params, batch, None, False)
+        loss_names.extend([*heads, *others])
+        return [jnp.asarray(head[1]) for head in (*heads.values(), *others.values())]
 
     # Asked of the jaxpr, as a weight may pass through a layer's ``apply`` that also reads parameters.
     closed = jax.make_jaxpr(weights)(params, batch)
@@ -109,7 +125,7 @@ def weights_of(
     for k, name in enumerate(loss_names):
         if any(only_results(closed, [k])[1][:count]):
             raise StageError(
-                f"the weight of the loss layer {name!r} depends on parameters; of several losses each must tell its weight by "
+                f"the weight of the loss {name!r} depends on parameters; of several losses each must tell its weight by "
                 "the batch alone"
             )
     pruned, is_read = only_results(closed, range(len(loss_names)))
@@ -259,9 +275,31 @@ def offered(name: str, source: Mapping[str, Any] | None) -> str | None:
 
 def _heads(
     model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array], key: jax.Array | None, train: bool
-) -> dict[str, tuple[Any, ...]]:
-    """Return what the losses return, by name of the layer."""
-    return _named_heads(model, _results(model, model.losses, params, batch, key, train))
+) -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[Any, Any]]]:
+    """Return what the losses return, by name of the layer; and the sum and weight of each loss that layers have."""
+    extra: dict[int, With] = {}
+    heads = _named_heads(model, _results(model, model.losses, params, batch, key, train, extra))
+    others: dict[str, tuple[Any, Any]] = {}
+    for i, result in extra.items():
+        for name, pair in checked_losses(model.layers[i], result).items():
+            others[name] = tuple(map(operator.add, others.get(name, (0, 0)), pair))
+    return heads, {name: others[name] for name in model.layer_losses if name in others}
+
+
+def checked_losses(layer: Layer, result: With) -> Mapping[str, tuple[Any, Any]]:
+    """Return the losses that a layer returned beside ``y``.
+
+    Raises:
+        StageError: they are others than :attr:`~jaxpipe.stage.model.layer.Layer.losses` names, or no pairs.
+    """
+    if result.losses.keys() != layer.losses.keys() or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in result.losses.values()
+    ):
+        raise StageError(
+            f"layer {layer.name!r} returns the losses {', '.join(result.losses) or 'none'}, and Layer.losses names "
+            f"{', '.join(layer.losses) or 'none'}; want (sum, weight) for each"
+        )
+    return result.losses
 
 
 def _named_heads(model: Model, results: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
@@ -297,10 +335,11 @@ def _results(
     batch: Mapping[str, jax.Array],
     key: jax.Array | None,
     train: bool,
+    extra: dict[int, With] | None = None,
 ) -> list[Any]:
     """Return the results of the layers at ``positions``; run those that they need, and hold no result longer than that."""
     last_reader = last_readers(model, positions)
-    results = run_layers(model, last_reader, last_reader, {}, params, batch, key, train)
+    results = run_layers(model, last_reader, last_reader, {}, params, batch, key, train, extra)
     return [results[i] for i in positions]
 
 
@@ -313,10 +352,11 @@ def run_layers(
     batch: Mapping[str, jax.Array],
     key: jax.Array | None = None,
     train: bool = False,
+    extra: dict[int, With] | None = None,
 ) -> dict[int, Any]:
     """Run the layers ``among`` those ``last_reader`` (:func:`last_readers`). ``results``: results of layers before them by
     index; with theirs added and without those that no later layer takes, they are returned. ``params``: of these layers, and of
-    the owners of what is tied there."""
+    the owners of what is tied there. ``extra``: gets what they return beside."""
     if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
     sources, results = taken_by(model.layers), dict(results)
@@ -336,7 +376,10 @@ def run_layers(
             train=train,
         )
         x = given_to(layer, [results[k] for k in sources[index]])
-        results[index] = layer.apply(with_tied_leaves(layer, params), x, context)
+        result = split_result(layer.apply(with_tied_leaves(layer, params), x, context))
+        results[index] = result.y
+        if extra is not None:
+            extra[index] = result
         # Dropped after the last reader: the activations of a whole model need not fit at once.
         results = {k: y for k, y in results.items() if last_reader[k] > index}
     return results

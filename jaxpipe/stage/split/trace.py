@@ -17,6 +17,10 @@ Tensor parallelism: layers are written per shard. Types make the derivative righ
 meets a shard's own part of a parameter, its cotangent is summed over ``tp``. Parameters whose gradient each shard makes a part
 of (``partial``) are cast to varying over ``tp`` as well, so that the sum waits until the end of the step.
 
+What layers return beside ``y`` (:class:`~jaxpipe.stage.model.layer.With`) leaves F as few vectors, behind the other ``loss``
+ports, and never B or W, whatever is recomputed there. The sum of such losses of a stage, each times its factor, is one more
+result with a cotangent, which leaves nowhere.
+
 A stage that takes several microbatches at once (``StageLinks.span``) has ``x``, ``dx`` and ``data`` ports for each, those of
 the first before those of the second; their rows are put together inside the function, so that a shard's are its own.
 
@@ -56,13 +60,13 @@ from jaxpipe._jax_compat import (
 from jaxpipe.axes import DATA, ONE_SHARD, ROWS, RankMesh
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import AnyMesh, spec_of, varies_beside_data
-from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
+from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind, SideResult
 from jaxpipe.stage.identity import AtomKeys, equations_key, function_key, value_key
 from jaxpipe.stage.jaxprs import FlatJaxpr, array_leaves, called, fill, flatten, is_array, is_inexact
-from jaxpipe.stage.model.layer import Layer, LayerContext, Params, given_to
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params, With, given_to, split_result
 from jaxpipe.stage.model.params import ParamLayout
-from jaxpipe.stage.model.plan import StageLinks, loss_factor
-from jaxpipe.stage.model.reference import calling
+from jaxpipe.stage.model.plan import StageLinks, layer_loss_factor, loss_factor
+from jaxpipe.stage.model.reference import calling, checked_losses
 from jaxpipe.stage.split.loops import hoist_fixed
 from jaxpipe.stage.split.sums import add_in_products, add_vectors, keep_biases_scaled
 
@@ -111,6 +115,8 @@ KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
 _PREFIX = "jaxpipe"
 _SOURCE = f"{_PREFIX}.dy"
 _SEED = "seed"
+_OWN = Port("loss", -1)
+"""The sum of the losses that a stage's layers return beside ``y``, while the stage is traced: no function returns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,8 @@ class StageTrace:
     returns. ``named``: values marked with ``checkpoint_name`` by the layers. ``offset``: the variable for the
     model-wide index of the stage's first layer. ``seed``: the variable for the loss's own cotangent. ``y``: the pytree that
     leaves, leaves being per-shard ``ShapeDtypeStruct`` or static. ``y_varies``: by array leaf of it, whether it differs between
-    ``tp`` shards. ``metrics``: what the loss layer reports besides the loss. ``dy_of``: by ``dy`` port, the leaf of ``y`` whose
+    ``tp`` shards. ``metrics``: what the loss layer reports besides the loss.
+    ``sides``: what layers return beside ``y``. ``dy_of``: by ``dy`` port, the leaf of ``y`` whose
     cotangent it is a part of; -1 where there is none, since the reader hands none back."""
 
     eqns: tuple[JaxprEqn, ...]
@@ -174,6 +181,7 @@ class StageTrace:
     y: Any
     y_varies: tuple[bool, ...]
     metrics: Metrics
+    sides: tuple[SideResult, ...]
     dy_of: tuple[int, ...]
     recomputed: frozenset[int] = frozenset()
     roots: tuple[Atom, ...] = ()
@@ -212,6 +220,7 @@ class StageTrace:
             leaving,
             self.y_varies,
             value_key(self.metrics),
+            self.sides,
             self.dy_of,
         )
 
@@ -244,8 +253,12 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
             params = spec.layout.tree(theta_of(theta))
             entering = spec.whole_x(x_of(floats))
-            results = _run_layers(spec, params, entering, data, key, offset, train=True)
-            traced.update(_leaving(spec, entering, results))
+            results, sides = _run_layers(spec, params, entering, data, key, offset, train=True)
+            traced.update(_leaving(spec, entering, results, sides))
+            # Differentiated as what leaves is, but reported with the other results, which carry no gradient.
+            own = _own_loss(spec, sides, data)
+            traced["values"] |= own
+            traced["learning"] += own
             traced["rest"] = [p for p in traced["values"] if p not in traced["learning"]]
             ys = [traced["values"][p] for p in traced["learning"]]
             return ys, [jax.lax.stop_gradient(traced["values"][p]) for p in traced["rest"]]
@@ -256,6 +269,8 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         ends = dict(zip(traced["learning"], ys, strict=True))
         dtheta, dx = pullback(_cotangents(spec, ends, traced["leaving"]["dy_of"], data))
         traced.pop("values")
+        if ends.pop(_OWN, None) is not None:
+            ys, traced["learning"] = list(ends.values()), list(ends)
         grads = spec.layout.pack_leaves(theta_of(dtheta, missing=None))
         return ys, aux, dx, [a + g.astype(a.dtype) for a, g in zip(acc, grads, strict=True)]
 
@@ -269,8 +284,8 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     def forward(buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]) -> list[Any]:
         params = spec.layout.tree(spec.layout.unpack_leaves(_varying_params(spec, buffers)))
         entering, data = spec.whole_x(x), spec.whole_data(data)
-        results = _run_layers(spec, params, entering, data, key, offset, train=False)
-        traced.update(_leaving(spec, entering, results))
+        results, _ = _run_layers(spec, params, entering, data, key, offset, train=False)
+        traced.update(_leaving(spec, entering, results, {}))
         values = traced.pop("values")
         traced["ports"] = sorted(values)
         return [values[p] for p in traced["ports"]]
@@ -350,11 +365,11 @@ def _zeros(like: Any) -> Any:
     return vary(jnp.zeros(like.shape, like.dtype), sorted(varying_axes(like)))
 
 
-def _leaving(spec: TraceSpec, x: Any, results: Sequence[Any]) -> dict[str, Any]:
+def _leaving(spec: TraceSpec, x: Any, results: Sequence[Any], sides: Mapping[int, With]) -> dict[str, Any]:
     """Return what leaves a stage: ``values`` by port, the ports that are ``learning`` (have a cotangent), and ``leaving``.
 
-    ``x``: what enters; ``results``: what each layer returned; ``leaving``: the fields of :class:`StageTrace` about it.
-    """
+    ``x``: what enters; ``results``: what each layer returned; ``sides``: what some returned beside it; ``leaving``: the fields
+    of :class:`StageTrace` about it."""
     links = spec.links
     values: dict[Port, Any] = {}
     learning: list[Port] = []
@@ -374,13 +389,57 @@ def _leaving(spec: TraceSpec, x: Any, results: Sequence[Any]) -> dict[str, Any]:
         values |= {Port("loss", n): v for n, v in zip(at, sums, strict=True)}
         learning.append(Port("loss", 2 * h))
         metrics |= {name: (at[total], at[weight]) for name, (total, weight) in named.items()}
+    vectors, side_results = _side_results(spec, sides, next_output)
+    values |= vectors
     leaving = {
         "y": fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys]) if links.leaving else None,
         "y_varies": tuple(not varying_axes(v) <= set(DATA) for v in ys),
         "metrics": metrics,
+        "sides": side_results,
         "dy_of": tuple(-1 if t in silent else leaf for t, leaf in leaves_read(links, out)),
     }
     return {"values": values, "learning": learning, "leaving": leaving}
+
+
+def _side_results(
+    spec: TraceSpec, sides: Mapping[int, With], first: int
+) -> tuple[dict[Port, Any], tuple[SideResult, ...]]:
+    """Return what layers returned beside ``y`` as vectors, by ports from ``first`` on, and where each result is in them."""
+    # Few vectors, as each result of a call costs a microsecond: by what becomes of them, and integers apart, which stay exact.
+    groups: dict[tuple[bool, bool], list[tuple[int, str, str, Any]]] = {}
+    for position, side in sides.items():
+        layer = spec.layers[position]
+        named = [("loss", n, jnp.stack(_pair(layer, n, x))) for n, x in checked_losses(layer, side).items()]
+        for kind, arrays in (("sum", side.sums), ("peak", side.peaks)):
+            named += [(kind, n, _own_part(f"{kind} {n!r} of layer {layer.name!r}", x)) for n, x in arrays.items()]
+        for kind, name, value in named:
+            groups.setdefault((kind == "peak", is_inexact(value)), []).append((position, kind, name, value))
+    vectors: dict[Port, Any] = {}
+    side_results = []
+    for index, (_, members) in enumerate(sorted(groups.items(), key=lambda group: group[0]), first):
+        vectors[Port("loss", index)] = jnp.concatenate([jnp.ravel(value) for *_, value in members])
+        starts = accumulate((value.size for *_, value in members), initial=0)
+        side_results += [SideResult(*m[:3], index, at, m[3].shape) for m, at in zip(members, starts, strict=False)]
+    return vectors, tuple(side_results)
+
+
+def _own_loss(spec: TraceSpec, sides: Mapping[int, With], data: Sequence[Any]) -> dict[Port, Any]:
+    """Return the sum of the losses that layers returned beside ``y``, each times the factor that the batch gives for it, as
+    :data:`_OWN`; nothing where there are none."""
+    factors = dict(zip(spec.data, data, strict=True))
+    terms = []
+    for position, side in sides.items():
+        for name, pair in side.losses.items():
+            total, factor = _pair(spec.layers[position], name, pair)[0], factors.get(layer_loss_factor(name))
+            terms.append(total if factor is None else total * vary(factor[0], DATA).astype(total.dtype))
+    return {_OWN: sum_in_order(terms)} if terms else {}
+
+
+def _pair(layer: Layer, name: str, pair: tuple[Any, Any]) -> list[Any]:
+    return [
+        _scalar(f"layer {layer.name!r}", f"{what} of {name!r}", x)
+        for what, x in zip(("sum", "weight"), pair, strict=True)
+    ]
 
 
 def leaves_read(links: StageLinks, y: Any) -> list[tuple[int, int]]:
@@ -407,8 +466,8 @@ def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], dy_of: Sequence[int], d
             continue
         if seed is None:
             seed = checkpoint_name(_zeros(v), f"{_SOURCE}/{_SEED}")
-        layer = spec.layers[spec.links.losses[port.index // 2]]
-        factor = arrays.get(loss_factor(layer))
+        layer = None if port == _OWN else spec.layers[spec.links.losses[port.index // 2]]
+        factor = None if layer is None else arrays.get(loss_factor(layer))
         cotangent = seed.astype(v.dtype)
         cotangents.append(cotangent if factor is None else cotangent * vary(factor[0], DATA).astype(v.dtype))
     return cotangents
@@ -431,21 +490,27 @@ def _run_layers(
     offset: Any,
     *,
     train: bool,
-) -> list[Any]:
-    """Run the layers of a stage and return what each of them returns."""
+) -> tuple[list[Any], dict[int, With]]:
+    """Run the layers of a stage and return what each of them returns; and by position what some return beside it."""
     entries, arrays = spec.links.entries(x), dict(zip(spec.data, data, strict=True))
     results: list[Any] = []
+    sides: dict[int, With] = {}
     for i, (layer, takes) in enumerate(zip(spec.layers, spec.links.takes, strict=True)):
         layer_key_value = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
         context = LayerContext({name: arrays[name] for name in layer.reads}, layer_key_value, train, spec.tp)
         layer_input = given_to(layer, [results[k] if k >= 0 else entries[~k] for k in takes])
         # The scope ends up in the names of all equations, backward ones too: that is how :func:`layer_of` finds their layer.
         with jax.named_scope(f"layer{i}"):
-            y = spec.calls(layer, dict(params[layer.name]), layer_input, context, f" (stage {spec.stage})")
+            side = split_result(
+                spec.calls(layer, dict(params[layer.name]), layer_input, context, f" (stage {spec.stage})")
+            )
+        y = side.y
+        if layer.losses or side.losses or side.sums or side.peaks:
+            sides[i] = side
         if train and i + 1 < len(spec.layers) and i not in spec.links.losses:
             y = fill(y, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(y))])
         results.append(y)
-    return results
+    return results, sides
 
 
 def _mark(value: Any, layer: int, leaf: int) -> Any:
@@ -485,7 +550,7 @@ def _loss(layer: str, out: Any) -> tuple[list[Any], Metrics]:
             )
         metrics[name] = (len(named), len(named) + 1 if len(pair) == 2 else 1)
         named |= dict(zip((f"metric {name!r}", f"the weight of metric {name!r}"), pair, strict=False))
-    return [_scalar(layer, what, value) for what, value in named.items()], metrics
+    return [_scalar(f"the loss layer {layer!r}", what, value) for what, value in named.items()], metrics
 
 
 def _described(out: Any) -> str:
@@ -498,17 +563,24 @@ def _described(out: Any) -> str:
 
 
 def _scalar(layer: str, what: str, value: Any) -> Any:
-    """Cast one result of the loss layer to a float scalar that each ``dp`` shard has its own part of."""
+    """Cast one result of a layer to a float scalar that each ``dp`` shard has its own part of."""
     value = jnp.asarray(value)
     if value.shape != ():
-        raise StageError(
-            f"{what} of the loss layer {layer!r} has shape {value.shape}; want a scalar: sum it over the microbatch"
-        )
+        raise StageError(f"{what} of {layer} has shape {value.shape}; want a scalar: sum it over the microbatch")
+    return _own_part(f"{what} of {layer}", value.astype(jnp.promote_types(value.dtype, jnp.float32)))
+
+
+def _own_part(what: str, value: Any) -> Any:
+    """Return an array that each ``dp`` shard has its own part of, as numbers of at least 32 bits.
+
+    Raises:
+        StageError: shards that have the same positions return different ones.
+    """
+    value = jnp.asarray(value)
     if shards := varying_axes(value) - set(DATA):
-        raise StageError(
-            f"{what} of the loss layer {layer!r} differs between shards; sum it over {' and '.join(shards)!r} in the layer"
-        )
-    return vary(value.astype(jnp.promote_types(value.dtype, jnp.float32)), DATA)
+        raise StageError(f"{what} differs between shards; sum it over {' and '.join(shards)!r} in the layer")
+    least = jnp.float32 if is_inexact(value) else jnp.int32
+    return vary(value.astype(jnp.promote_types(value.dtype, least)), DATA)
 
 
 def _refuse_ordered_effects(spec: TraceSpec, flat: FlatJaxpr) -> None:

@@ -28,10 +28,11 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.axes import DATA
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import replicated, spec_of, with_several
-from jaxpipe.runtime.assembly import Reported, Tie, on_rank
+from jaxpipe.runtime.assembly import Tie, on_rank
 from jaxpipe.runtime.grid import RankView, sum_over
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.stage.model.params import LeafSlot
+from jaxpipe.stage.functions import Reported
+from jaxpipe.stage.model.params import LeafSlot, by_layer, by_path, get_leaf, insert_leaf
 from jaxpipe.stage.split.trace import sum_in_order
 from jaxpipe.train.update.stage_update import SHRUNK
 
@@ -41,7 +42,9 @@ class Combined:
     """Device scalars of a step: mean loss per weighted token (nats; 0 without any weight, NaN if weights sum to less), global
     gradient norm before clipping, ``scale``: the factors (first one, then the other) of the summed gradient, whether the step
     is finite and the update ``applied``, the sum of weights; ``metrics``, by name, what the loss layer reports: each sum ÷ its
-    weight (NaN where that is 0); ``stop``, ``switch``: whether any process wants to stop, or to go on with another schedule."""
+    weight (NaN where that is 0); ``side_sums``, by name, what
+    layers return beside ``y``, one after the other; ``stop``, ``switch``: whether any process wants to stop, or to go on with
+    another schedule."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -49,6 +52,7 @@ class Combined:
     applied: jax.Array
     weight: jax.Array
     metrics: Mapping[str, jax.Array]
+    side_sums: Mapping[str, jax.Array]
     stop: jax.Array | bool
     switch: jax.Array | bool
 
@@ -69,7 +73,7 @@ class StepReduction:
         self._guess = jax.jit(partial(_guess, dtype=next(iter(squares.values())).dtype))
         self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
         self._any = jax.jit(lambda each: [jnp.any(jnp.stack(flags)) for flags in zip(*each, strict=True)])
-        lossy = [s for s, f in enumerate(pipeline.stages) if f.links.losses]
+        lossy = [s for s, f in enumerate(pipeline.stages) if f.reports]
         ranks = {r for s in lossy for r in pipeline.instances[s]}
         self._several = sum(len(pipeline.instances[s]) for s in lossy) > 1  # each has some of the losses
         self._apart = len({self._owned.process_of[r] for r in ranks}) > 1  # rank 0 gets them all and adds them up
@@ -86,12 +90,12 @@ class StepReduction:
         self._squares = squares
         results = [(value, p.rank) for p in pipeline.programs for value, _ in p.results if value.kind == "loss"]
         self._losses = sorted((v.microbatch, v.stage, v.index, rank) for v, rank in results)
-        ports = [jax.ShapeDtypeStruct((), a.dtype) for _, a in sorted(self._ports.items())]
+        ports = [_of_device(a) for _, a in sorted(self._ports.items())]
         self._sums = jax.eval_shape(partial(_reported_sums, reported=pipeline.reported), ports)
-        loss_sum, weight, reported = self._sums
+        loss_sum, weight, *reported = self._sums
         combined: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
         self._combined = with_flags(combined, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
-        self._guessed = jax.eval_shape(self._guess, loss_sum, weight)
+        self._guessed = *jax.eval_shape(self._guess, loss_sum, weight), reported[-1]
 
     def on_hub(self, hub: int) -> StepReduction:
         """Return the same with another hub."""
@@ -109,13 +113,11 @@ class StepReduction:
             losses = self._all_losses(losses)
         return self._summed(losses) if self._loss_rank in self._owned.ranks else None
 
-    def guess(self, sums: LossSums | None) -> tuple[jax.Array, jax.Array]:
-        """``scale`` and ``loss`` as :meth:`combine` finds them if the step is finite and not clipped, known once the losses
-        are; where they were summed, or on the first rank of this process."""
-        guess: Any = None if sums is None else self._guess(*sums[:2])
-        everywhere: tuple[jax.Array, jax.Array] = (
-            self._spread(guess, self._loss_rank, self._guessed) if self._owned.divided else guess
-        )
+    def guess(self, sums: LossSums | None) -> Guess:
+        """``scale``, ``loss`` and ``side_sums`` as :meth:`combine` finds them if the step is finite and not clipped, known once
+        the losses are; where they were summed, or on the first rank of this process."""
+        guess: Any = None if sums is None else (*self._guess(*sums[:2]), sums[-1])
+        everywhere: Guess = self._spread(guess, self._loss_rank, self._guessed) if self._owned.divided else guess
         return everywhere
 
     def combine(
@@ -127,7 +129,7 @@ class StepReduction:
         combined: Any = None
         if not self._owned.divided:
             assert sums is not None, "one process has all sums"
-            loss_sum, weight, reported = sums
+            loss_sum, weight, *reported = sums
             values = (list(squares.values()), loss_sum, weight)
             combined_scalars = self._combine(*jax.device_put(values, self._homes[self._hub]))
             return with_flags(combined_scalars, weight, reported, [stop, switch])
@@ -141,7 +143,7 @@ class StepReduction:
         flag_avals = [self._combined.stop, self._combined.switch]
         requests = [self._to_hub(flags if k == first_rank else [], k, flag_avals) for k in self._owned.leaders]
         if self._hub in self._owned.ranks:
-            loss_sum, weight, reported = jax.tree.unflatten(structure, sums_on_hub)
+            loss_sum, weight, *reported = jax.tree.unflatten(structure, sums_on_hub)
             combined_scalars = self._combine([square for one in squares_by_stage for square in one], loss_sum, weight)
             combined = with_flags(combined_scalars, weight, reported, self._any_column(self._any(requests)))
         everywhere: Combined = self._spread(combined, self._hub, self._combined)
@@ -190,23 +192,33 @@ class StepReduction:
         return jax.tree.unflatten(structure, self._owned.spread(jax.tree.leaves(tree), src, shapes))
 
 
-def with_flags(combined: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:
+def with_flags(combined: Any, weight: Any, reported: Sequence[Any], flags: Sequence[Any]) -> Combined:
     loss, norm, scale, ok = combined
-    return Combined(loss, norm, scale, ok, weight, reported, *flags)
+    return Combined(loss, norm, scale, ok, weight, *reported, *flags)
+
+
+def _of_device(port: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return what a device holds of a ``loss`` port, one number as a vector."""
+    assert port.sharding is not None
+    return jax.ShapeDtypeStruct(port.sharding.shard_shape(port.shape) or (1,), port.dtype)
 
 
 def on_sharding(aval: Any, home: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
 
 
-LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
-"""Loss sum and weight sum of a step, and its metrics by name."""
+LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array], dict[str, jax.Array]]
+"""Loss sum and weight sum of a step, its metrics by name, and what layers return beside ``y``
+(:meth:`~jaxpipe.runtime.assembly.Reported.side_sums`)."""
+
+Guess = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
+"""``scale``, ``loss`` and ``side_sums``, before it is known whether the step is applied."""
 
 
 class LossReduction:
     """``sums = loss_sums(losses)``: loss sum and weight sum over the microbatches, and each metric's sum ÷ its weight, on the
     column's devices, given the ``loss`` ports of each microbatch there, which lie as ``specs`` say. A port's terms are added in
-    the order of the devices of the whole rank in ``view``, then in that of the microbatches."""
+    the order of the devices of the whole rank in ``view``, then in that of the microbatches; of peaks the largest counts."""
 
     def __init__(self, view: RankView, specs: Sequence[P], reported: Reported) -> None:
         self._view = view
@@ -214,7 +226,9 @@ class LossReduction:
         self._stacked = [P(None, self._axes)] * len(specs)
 
         def add(rows: Sequence[jax.Array]) -> Any:
-            totals = [sum_in_order(sum_over(row, self._axes, view.rank).reshape(-1)) for row in rows]
+            totals = [sum_in_order(sum_over(row, self._axes, view.rank)) for row in rows]
+            for k in reported.peaks:
+                totals[k] = jax.lax.pmax(rows[k].max(0), self._axes) if self._axes else rows[k].max(0)
             return _reported_sums(totals, reported=reported)
 
         if view.spans:
@@ -232,13 +246,17 @@ class LossReduction:
 
 
 def _stacked_ports(ports: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-    """A device's ports, each ``[microbatches, 1]``."""
+    """A device's ports, each ``[microbatches, n]``."""
     return [jnp.stack([x.reshape(-1) for x in port]) for port in ports]
 
 
-def _reported_sums(sums: Sequence[Any], *, reported: Reported) -> LossSums:
-    means = {name: sums[total] / sums[weight] for name, (total, weight) in reported.metrics.items()}
-    return *reported.loss(sums), means
+def _reported_sums(totals: Sequence[Any], *, reported: Reported) -> LossSums:
+    """``totals``: of each port a vector."""
+    sums = [vector[0] for vector in totals]
+    pairs = {n: (sums[total], sums[weight]) for n, (total, weight) in reported.metrics.items()}
+    pairs |= reported.layer_losses(totals)
+    means = {name: total / weight for name, (total, weight) in pairs.items()}
+    return *reported.loss(sums), means, reported.side_sums(totals)
 
 
 class AnyColumn:
@@ -294,6 +312,61 @@ def _combine(
     ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0) & jnp.isfinite(weight) & normal
     loss = jnp.where(weight < 0, jnp.nan, loss_sum / total)
     return loss, norm, jnp.where(ok, jnp.stack([first, second]), 0.0), ok
+
+
+class UntrainedLeaves:
+    """The leaves of a stage that its layers change after a step (:attr:`~jaxpipe.stage.model.layer.Layer.after_step`).
+    ``buffers``: those that hold them.
+
+    Raises:
+        StageError: such a leaf is divided, in a narrower dtype than masters, or another layer's too.
+    """
+
+    def __init__(self, pipeline: Pipeline, stage: int) -> None:
+        self._layout, self._reported = pipeline.layout(stage), pipeline.reported
+        self._layers = {x.name: x.after_step for x in pipeline.layers(stage) if x.after_step is not None}
+        layout = self._layout
+        self._slots = [slot for slot in layout.slots if slot.layer in self._layers and not layout.trains(slot)]
+        self.buffers = sorted({slot.buffer for slot in self._slots})
+        tied = {(owner, *path) for layer in pipeline.model.layers for owner, path in layer.tied.values()}
+        for slot in self._slots:
+            narrow = jnp.issubdtype(slot.dtype, jnp.inexact) and slot.dtype != pipeline.master_dtype
+            if slot.axis is not None or narrow or (slot.layer, *slot.path) in tied:
+                raise StageError(
+                    f"after_step of layer {slot.layer!r} changes {'/'.join(slot.path)} ({slot.dtype}); such a leaf is whole on "
+                    f"each device, tied to none, and {np.dtype(pipeline.master_dtype)} (Layer.float32)"
+                )
+        self._jitted = jax.jit(self._changed)
+
+    def of(self, buffers: Buffers) -> Buffers:
+        """Return those of a stage's parameter buffers."""
+        return [buffers[i] for i in self.buffers]
+
+    def changed(self, old: Buffers, side_sums: Mapping[str, jax.Array], ok: jax.Array) -> Buffers:
+        """Return new ones, given the sums of the step; the old ones where it is not ``ok``."""
+        new: Buffers = self._jitted(old, side_sums, ok)
+        return new
+
+    def _changed(self, old: Buffers, side_sums: Mapping[str, jax.Array], ok: jax.Array) -> Buffers:
+        trees, named = self._trees(old), self._reported.by_layer(side_sums)
+        for name, change in self._layers.items():
+            sums = {key: of_layer[name] for key, of_layer in named.items() if name in of_layer}
+            for path, leaf in by_path(change(trees[name], sums)).items():
+                insert_leaf(trees[name], path, leaf)
+        slots = [slot if slot.buffer in self.buffers else None for slot in self._layout.slots]
+        leaves = [slot and get_leaf(trees[slot.layer], slot.path).astype(slot.dtype) for slot in slots]
+        return [jnp.where(ok, a, b) for a, b in zip(self._layout.pack_leaves(leaves), old, strict=True)]
+
+    def _trees(self, buffers: Buffers) -> dict[str, Any]:
+        buffer_of = dict(zip(self.buffers, buffers, strict=True))
+        leaves = self._layout.unpack_leaves([buffer_of.get(i) for i in range(len(self._layout.buffers))])
+        held = ((slot, leaf) for slot, leaf in zip(self._layout.slots, leaves, strict=True) if leaf is not None)
+        return by_layer(self._layout.layers, held)
+
+    def on_host(self, buffers: Buffers) -> dict[str, Any]:
+        """Return the leaves by layer, out of a stage's parameter buffers."""
+        trees = self._trees(jax.device_get(self.of(buffers)))
+        return {name: jax.device_get(trees[name]) for name in self._layers}
 
 
 Instance = tuple[int, int]

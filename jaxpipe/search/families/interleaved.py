@@ -121,6 +121,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.passes.braid import shortest_in_pairs
 from jaxpipe.schedule.passes.offload import Plans, offload, peak_of
 from jaxpipe.schedule.placement import bidirectional, circular, v_shape, wave
 from jaxpipe.schedule.problem import BW, OPS, B, CodeRows, F, Problem, W
@@ -380,6 +381,7 @@ def unit_rows(problem: Problem, sizes: Sequence[int]) -> list[list[int]]:
     "two legs of a V meet in pairs of F and BW that can overlap; W splits off only to fill gaps",
     "DeepSeek-AI 2024 (DualPipe), 2025 (DualPipeV)",
     placement=v_shape,
+    sees_collectives=True,
     peak_activations=lambda p, m, v: p + 0.5 if p > 1 and m >= 2 * p else None,
     makespan=lambda p, m, v, f, b, w: (
         m * (f + b + w) + (p - 1) * (f + b - w) / 2 if m >= 2 * p and w <= b <= f <= b + w else None
@@ -401,15 +403,13 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
     problem = Problem.of(v_shape(ranks), microbatches, costs)
-    retimer = Retimer(problem)
     # with fewer than 2p microbatches the order of 2p lacks its first or its last ones; costs say which
-    missing = max(0, 2 * ranks - microbatches)
-    plain = best_of(
-        retimer.draft([_dualpipe_row(problem, rank, skipped) for rank in range(ranks)])
-        for skipped in sorted({0, missing})
-    )
+    skips = sorted({0, max(0, 2 * ranks - microbatches)})
+    orders = ([_dualpipe_row(problem, rank, skipped) for rank in range(ranks)] for skipped in skips)
+    plain = best_of(map(Retimer(problem).draft, orders))
     assert plain is not None, "the phases of all ranks fit together"
-    return problem.schedule("dualpipe-v", improve_order(problem, [plain.rows]).rows)
+    best = improve_order(problem, [plain.rows])
+    return shortest_in_pairs([problem.schedule("dualpipe-v", rows) for rows in (best.rows, plain.rows)], costs)
 
 
 def _dualpipe_row(problem: Problem, rank: int, skipped: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxpipe.schedule import (
@@ -48,7 +50,7 @@ def row_slots(schedule: Schedule) -> set[object]:
 def test_it_pays_where_forwards_and_backwards_alternate() -> None:
     for name in ("eager-1f1b", "zb-h2", "dualpipe-v"):
         costs = costs_of(name, 4, 0.5)
-        schedule = generate(name, 4, 16, costs=costs)
+        schedule = unbraid(generate(name, 4, 16, costs=costs))
         braided = braid(schedule, costs)
         before, after = simulate(schedule, costs), simulate(braided, costs)
         assert after.makespan < before.makespan * 0.99, name
@@ -58,6 +60,32 @@ def test_it_pays_where_forwards_and_backwards_alternate() -> None:
     schedule = generate("v-zb", 4, 16, costs=costs)
     before, after = simulate(schedule, costs), simulate(braid(schedule, costs), costs)
     assert after.makespan < before.makespan and sum(after.tp_exposed_s) < sum(before.tp_exposed_s)
+
+
+@pytest.mark.parametrize(("p", "m", "comm", "most"), [(8, 32, 0.5, 112.5), (8, 32, 2.0, 172.4375), (4, 16, 1.0, 60)])
+def test_dualpipe_v_in_its_published_pairs(p: int, m: int, comm: float, most: float) -> None:
+    """The pass finds what the family makes with costs: pairs of which none alone could start together."""
+    costs = CostProfile.uniform(2 * p, chunks=2, tp_comm=comm, tp_collectives=8)
+    schedule = generate("dualpipe-v", p, m, costs=costs)
+    timeline = simulate(schedule, costs)
+    assert timeline.makespan <= most + 1e-9
+    assert max(timeline.peak_activations) == p + 0.5
+    assert generate("dualpipe-v", p, m, costs=replace(costs, tp_comm_s=())) == generate("dualpipe-v", p, m)
+    if p > 4:
+        return
+    by_pass = simulate(braid(generate("dualpipe-v", p, m), costs), costs)
+    assert by_pass.makespan <= timeline.makespan * (1 + 1e-9)
+
+
+def test_interleaved_becomes_combined() -> None:
+    """A backward braided with the forward behind it: interleaved 1F1B with one more chunk in flight, where memory allows it."""
+    p, m = 4, 16
+    costs = CostProfile.uniform(2 * p, chunks=2, tp_comm=1.0, tp_collectives=8)
+    combined = simulate(generate("combined-1f1b", p, m), costs)
+    schedule = generate("interleaved-1f1b", p, m, costs=costs)
+    assert simulate(braid(schedule, costs), costs).makespan <= combined.makespan * (1 + 1e-9)
+    limited = simulate(braid(schedule, costs, memory_limit=((2 + 1) * p - 1) / 2), costs)
+    assert combined.makespan < limited.makespan <= simulate(schedule, costs).makespan
 
 
 def test_two_forwards_hide_each_others_collectives() -> None:

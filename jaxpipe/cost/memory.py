@@ -11,7 +11,7 @@ What is counted as what:
 
 ==============  ======================================================================================================
 parameters      buffers that stage functions read, all of the rank's stages
-gradients       accumulators, in float32 at least
+gradients       accumulators, in float32 at least; of reduced ones what is left of them and beside them
 masters         copies of the parameters that the update works on, where the compute dtype is a smaller one
 optimizer       optimizer state
 data            batch arrays and PRNG keys of all microbatches: they are placed before a step and stay until its end
@@ -51,7 +51,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from jaxpipe.program.ir import Free, Instruction, Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of
+from jaxpipe.program.ir import (
+    Free,
+    Instruction,
+    Message,
+    Offload,
+    Program,
+    Recv,
+    Reduce,
+    Reload,
+    Run,
+    Send,
+    Sync,
+    message_of,
+)
 from jaxpipe.program.order import IN_FLIGHT, messages_arrived, offloads_ended
 from jaxpipe.schedule import Timeline
 from jaxpipe.stage.functions import (
@@ -151,6 +164,7 @@ def account(
     curves: bool = False,
     braids: Braids = MappingProxyType({}),
     all_programs: Sequence[Program] | None = None,
+    reductions: Mapping[tuple[int, int], tuple[int, int]] = MappingProxyType({}),
 ) -> MemoryReport:
     """Predict the memory of the ranks of ``programs``.
 
@@ -166,6 +180,8 @@ def account(
         curves: keep what is held after each instruction (``live_bytes``, ``host_bytes``).
         braids: those that ``programs`` run as one function.
         all_programs: of all ranks, if ``programs`` is a subset: what other processes do tells when a message has arrived there.
+        reductions: by (rank, stage), the bytes that R makes beside the accumulators, which it takes, and its workspace; the
+            other R's of ``programs`` are left out of the run.
     """
 
     def called(program: Program, run: Run) -> AnyFunction:
@@ -187,6 +203,9 @@ def account(
         instruction = program.instructions[at]
         # The executor folds a free into the instruction before it; so does ``drop`` below.
         if isinstance(instruction, Free):
+            continue
+        reduced, workspace = reductions.get((program.rank, instruction.action.actions[0].stage), (-1, 0))
+        if isinstance(instruction, Reduce) and reduced < 0:
             continue
         for offload in rank.ended.get(at, ()):
             rank.finish_copy(offload)
@@ -223,10 +242,13 @@ def account(
                     source = rank.slots[from_slot]
                     assert source is not None, f"{instruction} reads an empty slot"
                     rank.fill(to_slot, source.bytes, source.kind)
+            case Reduce():
+                rank.fill(instruction.outputs[0], reduced, "gradients")
+                temporaries = rank.buffer(workspace, "temporaries")
             case Sync():
                 pass
         made_here = isinstance(instruction, Recv) and instruction.place < 0 and instruction.src not in by_rank
-        rank.dispatched(instruction, computes=isinstance(instruction, Run) or made_here)
+        rank.dispatched(instruction, computes=isinstance(instruction, Run | Reduce) or made_here)
         rank.note_peak(f"{instruction.action}")
         rank.release(temporaries)
         for other in ranks if curves else ():

@@ -22,13 +22,13 @@ from typing import Any, Literal, NamedTuple
 from jaxpipe.errors import ProgramError
 from jaxpipe.schedule.ir import Action, Slot
 
-ValueKind = Literal["param", "acc", "data", "key", "y", "dx", "res", "wres", "loss", "user", "state"]
+ValueKind = Literal["param", "acc", "data", "key", "y", "dx", "res", "wres", "loss", "user", "state", "sums"]
 
 
 class Value(NamedTuple):
     """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators. What crosses
     from stage to stage is named by who makes it: ``y`` by the leaf of what leaves, ``dx`` by that of what enters. ``name``: of
-    the arrays that custom instructions write."""
+    the arrays that custom instructions write. ``sums`` is all that the reduction of a stage returns, as one."""
 
     kind: ValueKind
     stage: int
@@ -112,6 +112,15 @@ class Sync(_Move):
 
 
 @dataclass(frozen=True, slots=True)
+class Reduce(_Move):
+    """Add up the gradient accumulators in ``inputs``, to which nothing is added any more, over the devices of the rank.
+
+    What that returns is in the slot ``outputs``, and the accumulators may be used up. All processes with devices of the rank
+    do this at the same place of the order in which they issue instructions.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
     """Drop the arrays in ``slots``."""
 
@@ -121,7 +130,7 @@ class Free:
         return f"Free ({_slots(self.slots)})"
 
 
-Instruction = Run | Send | Recv | Offload | Reload | Sync | Free
+Instruction = Run | Send | Recv | Offload | Reload | Sync | Reduce | Free
 Message = tuple[int, int, Action]
 """Sender, receiver, and the action that makes the arrays."""
 
@@ -131,7 +140,7 @@ class Program:
     """The instructions of one rank.
 
     ``bound``: values that the caller puts into slots before the run (parameters, accumulators, data, keys).
-    ``results``: values that are in slots after it (accumulators, losses, named values that nothing reads).
+    ``results``: values that are in slots after it (accumulators, their sums, losses, named values that nothing reads).
     ``bound_bytes``: bytes of each bound value on each device of the rank.
     ``written_bytes[k]``: bytes of what instruction k writes, one entry a slot of :func:`writes`.
     """
@@ -250,7 +259,7 @@ def _text(shapes: tuple[Any, ...]) -> str:
 
 
 BOUND_KINDS = ("param", "acc", "data", "key", "state")
-RESULT_KINDS = ("acc", "loss")
+RESULT_KINDS = ("acc", "loss", "sums")
 UNREAD_KINDS = (*RESULT_KINDS, "user")
 """Kinds of values that stay in their slots if nothing reads them."""
 _READ_AND_LEFT = (*RESULT_KINDS, "param")

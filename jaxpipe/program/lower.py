@@ -3,7 +3,8 @@
 Each action becomes a ``Run`` with its ports bound to values; a value that a neighbour stage needs stays where it is when that
 stage lives on the same rank, and is sent right after the ``Run`` otherwise; it is received right before its first reader.
 A braid becomes one ``Run`` where there is a function for it, else one a part; a braid with a sync in it always does.
-Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy.
+Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy. R
+takes the stage's accumulators; G takes no instruction.
 Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.ir`. Not lowered here: stages spread over
 several ranks.
 """
@@ -23,6 +24,7 @@ from jaxpipe.program.order import Crossing, RankSteps, copies_in_parts, lower_ap
 from jaxpipe.program.traffic import DataFlow, value_of
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, Timeline, check_schedule, op_spec
 from jaxpipe.schedule.deps import collector_paused
+from jaxpipe.schedule.passes import with_missing_reductions
 from jaxpipe.stage.functions import AnyFunction, Braids, Parts, StageFunctions, device_bytes
 from jaxpipe.stage.model.plan import stage_edges
 from jaxpipe.text import arrows
@@ -36,6 +38,7 @@ def lower(
     crossing: Crossing | None = None,
     parts_by: Timeline | None = None,
     ranks: Collection[int] | None = None,
+    reduced: Collection[int] = (),
 ) -> tuple[ir.Program, ...]:
     """Return the programs of all ranks, checked.
 
@@ -48,6 +51,7 @@ def lower(
         parts_by: issue O and L in parts, at their times in this simulated timeline; whole where it is None.
         ranks: of this process, where there are several. Programs of others may be outlines, which say what is run, sent and
             received, but hold no values (:meth:`~jaxpipe.program.traffic.DataFlow.outline`).
+        reduced: stages whose gradients programs add up over the devices of their rank.
 
     Raises:
         ScheduleError: the schedule is invalid.
@@ -55,6 +59,7 @@ def lower(
     """
     check_schedule(schedule)
     _check_fit(schedule, stages)
+    schedule = issued_order(schedule, stages, reduced)
     data_flow = DataFlow(schedule, stages)
     # Where the thread waits for copies to the host follows from slots, so the proof needs the programs of all ranks.
     complete = ranks is None or crossing is None or schedule.offloads
@@ -77,6 +82,17 @@ def lower(
     for rank in walked:
         dump.dump("program", f"rank{rank}", programs[rank].__str__)
     return programs
+
+
+def issued_order(schedule: Schedule, stages: Sequence[StageFunctions], reduced: Collection[int]) -> Schedule:
+    """Return ``schedule`` with R of the ``reduced`` stages alone, where it has them, or else behind all that reads the stage's
+    gradients; and without G."""
+
+    def reads(action: Action) -> bool:
+        function = stages[action.stage].functions.get(action.op)
+        return function is not None and any(port.kind == "acc" for port in function.inputs)
+
+    return with_missing_reductions(schedule, reduced, reads)
 
 
 def braided_slots(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple[tuple[int, Parts], ...]:
@@ -159,7 +175,7 @@ def _check_sync(rank: int, action: Action) -> None:
 @dataclass
 class _RankLowering:
     """Walks one row of the schedule and writes instructions over values. ``present``: the values that the rank holds by
-    then."""
+    then; ``reduced``: the stages whose gradients have been added up."""
 
     schedule: Schedule
     stages: Sequence[StageFunctions]
@@ -169,6 +185,7 @@ class _RankLowering:
     steps: list[ir.ValueInstruction] = field(default_factory=list)
     value_bytes: dict[ir.Value, int] = field(default_factory=dict)
     present: set[ir.Value] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
 
     def walk(self) -> RankSteps:
         for slot in self.schedule.rows[self.rank]:
@@ -183,7 +200,7 @@ class _RankLowering:
     def _one(self, action: Action) -> None:
         spec = op_spec(action.op)
         if spec.lane == "net":
-            # a training step reduces a stage behind its last W by itself, and gathers in its update
+            self._reduce(action)
             return
         if spec.lane == "compute" and not spec.is_sync:
             function = self.stages[action.stage].functions[action.op]
@@ -200,6 +217,17 @@ class _RankLowering:
             self.steps.append(ir.ValueInstruction(ir.Reload, action, moved, moved))
             self.present.update(moved)
 
+    def _reduce(self, action: Action) -> None:
+        avals = self.stages[action.stage].acc_avals
+        accumulators = [ir.Value("acc", action.stage, -1, k) for k in range(len(avals))]
+        sums = ir.Value("sums", action.stage, -1, 0)
+        self._add(
+            ir.ValueInstruction(ir.Reduce, action, tuple(accumulators), (sums,)), zip(accumulators, avals, strict=True)
+        )
+        # what it takes follows from the function, which is given later
+        self.value_bytes[sums] = 0
+        self.reduced.add(action.stage)
+
     def _run(self, slot: Slot, function: AnyFunction, reads: Sequence[int], makes: Sequence[int]) -> None:
         """Write one call with its messages. ``reads``, ``makes``: which of the slot's actions each input and output port
         belongs to."""
@@ -208,6 +236,11 @@ class _RankLowering:
             value_of(self.stages[actions[k].stage], port, actions[k].microbatch)
             for port, k in zip(function.inputs, reads, strict=True)
         ]
+        if early := self.reduced.intersection(v.stage for v in inputs if v.kind == "acc"):
+            raise ProgramError(
+                f"rank {self.rank}, action {slot}: reads gradients of stage {min(early)} behind the stage's R, which uses them "
+                "up: put R behind it"
+            )
         for k, action in enumerate(actions):
             self._receive(action, [v for v, part in zip(inputs, reads, strict=True) if part == k])
         outputs = [

@@ -62,6 +62,7 @@ from jaxpipe.program import ir
 from jaxpipe.program.traffic import (
     FREE,
     RECV,
+    REDUCE,
     RUN,
     SEND,
     SYNC,
@@ -391,7 +392,7 @@ def waiting_graph(traffic: Traffic, crossing: Crossing, awaited: Sequence[tuple[
     if "device" in lanes:
         chain(np.flatnonzero(crosses), rank, 7)
     # JAX blocks the thread that dispatches one run more than this to a device.
-    runs = np.flatnonzero(kind == RUN)
+    runs = np.flatnonzero((kind == RUN) | (kind == REDUCE))
     late = runs[IN_FLIGHT:]
     early = runs[: len(late)]
     same = rank[early] == rank[late]

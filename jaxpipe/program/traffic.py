@@ -27,7 +27,7 @@ from jaxpipe.stage.functions import SHARED, Braids, Port, StageFunctions
 
 READ_KINDS, WRITTEN_KINDS = ("x", "dy", "user"), ("y", "dx", "user")
 """Kinds of ports that read and write values which may travel from rank to rank."""
-RUN, SYNC, RELOAD, OFFLOAD, FREE, SEND, RECV = range(7)
+RUN, SYNC, RELOAD, OFFLOAD, FREE, REDUCE, SEND, RECV = range(8)
 """Kinds of steps. Those from SEND on are messages."""
 _KINDS = {
     ir.Run: RUN,
@@ -35,6 +35,7 @@ _KINDS = {
     ir.Reload: RELOAD,
     ir.Offload: OFFLOAD,
     ir.Free: FREE,
+    ir.Reduce: REDUCE,
     ir.Send: SEND,
     ir.Recv: RECV,
 }
@@ -86,8 +87,8 @@ class Traffic:
         return [values[a:b].tolist() for a, b in pairwise(self.first)]
 
     def times(self) -> Floats:
-        """Return when each step should be issued: a send or free right behind its run, a receive right before its reader, or as
-        soon as it may where its message comes from another process.
+        """Return when each step should be issued: a send, free or reduction right behind its run, a receive right before its
+        reader, or as soon as it may where its message comes from another process.
 
         A sync or a reload may block the thread (:func:`jaxpipe.program.order.holds`), so it is issued when it is due: before
         that, all ranks would wait.
@@ -296,6 +297,7 @@ class DataFlow:
         self._kinds: dict[tuple[str, int], int] = {}
         kind = np.array([self._kinds.setdefault((a.op, a.stage), len(self._kinds)) for a in self.actions], np.int64)
         number = np.array([a.microbatch for a in self.actions], np.int64)
+        self._kind = kind
         self._at = np.full((len(self._kinds), schedule.num_microbatches), -1, np.int64)
         self._at[kind, number] = np.arange(len(kind))
         self._lines: dict[tuple[Any, ...], int] = {}
@@ -420,15 +422,15 @@ class DataFlow:
             leader = np.where(np.array(woven)[slot], (np.cumsum(sizes) - sizes)[slot], leader)
         specs = {k: op_spec(op) for (op, _), k in self._kinds.items()}
         assert all(spec.runs_function or spec.lane == "net" for spec in specs.values()), "copies to the host have parts"
+        reduces = np.array([spec.lane == "net" for spec in specs.values()], np.bool_)[self._kind]
         start_s, end_s = self._seconds(sizes, timeline)
         runs = np.flatnonzero(leader == np.arange(len(leader)))
-        if any(spec.lane == "net" for spec in specs.values()):
-            runs = runs[[op_spec(self.actions[at].op).lane != "net" for at in runs.tolist()]]
         numbers = np.arange(len(self.maker_of_message))
         received = np.argsort(self._first_read, kind="stable")
         # Around each run stand the receives of what is read there first, and the sends of what it makes.
         action = np.concatenate([self._readers[self._first_read[received]], runs, self.maker_of_message])
         kind = np.repeat([RECV, RUN, SEND], [len(numbers), len(runs), len(numbers)])
+        kind = np.where((kind == RUN) & reduces[action], REDUCE, kind)
         order = np.argsort(
             leader[action] * 3 + np.repeat([0, 1, 2], [len(numbers), len(runs), len(numbers)]), kind="stable"
         )
@@ -473,6 +475,9 @@ class DataFlow:
         for step, (kind, message, place, at) in enumerate(
             zip(*(x[first:end].tolist() for x in columns), strict=True), first
         ):
+            if kind == REDUCE:
+                instructions.append(ir.Reduce(self.actions[at], (0,)))
+                continue
             if kind == RUN:
                 slot = woven.get(self.actions[at], self.actions[at])
                 accumulators = (0,) if any((x.op, x.stage) in adds for x in slot.actions) else ()

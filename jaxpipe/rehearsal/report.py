@@ -17,7 +17,7 @@ from jaxpipe.cost.memory import RankMemory, compiled_bytes
 from jaxpipe.cost.profile import cost_profile, sizes_of
 from jaxpipe.cost.seconds import Timing, measured_seconds, medians
 from jaxpipe.errors import RunError
-from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
+from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reduce, Reload, Run, Send, Sync
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Action, CostProfile, Event, HostLink, Link, op_spec
 from jaxpipe.schedule.engine import merged
@@ -229,7 +229,8 @@ class Watch:
         braids: Braids = MappingProxyType({}),
     ) -> None:
         self._program, self._functions, self._braids, self._limit = program, functions, braids, limit
-        self._visited = [k for k, i in enumerate(program.instructions) if not isinstance(i, Free)]
+        # neither takes a turn: frees are part of the instruction before them, and a rank alone adds no gradients up
+        self._visited = [k for k, i in enumerate(program.instructions) if not isinstance(i, Free | Reduce)]
         self.at: int | None = None
         self.held = 0
 
@@ -328,7 +329,7 @@ def _name(instruction: Instruction) -> str:
             return f"sending {action} to rank {dst}"
         case Free():
             return "a free"
-        case Run(Action() as action) | Offload(action) | Reload(action) | Sync(action):
+        case Run(Action() as action) | Offload(action) | Reload(action) | Sync(action) | Reduce(action):
             return f"{action} (stage {action.stage}, microbatch {action.microbatch})"
         case Run(braid):
             return f"braid {braid}"

@@ -6,9 +6,8 @@ fill and the slots to clear. The loop does nothing else. Programs are interleave
 the devices, and memory is freed by dropping references. Two things hold the loop up, and with it every rank of this process,
 until an offload has left the device: a sync (S), and an action whose memory that offload gives back, by the predicted times.
 
-A braid that runs as one function is one instruction, one token and one recorded event. An *epilogue* is a function of a stage's
-gradient accumulators, dispatched when the last action that adds to them has been, so that it runs in the tail of the pipeline,
-and recorded as the stage's R.
+A braid that runs as one function is one instruction, one token and one recorded event. So is a reduction, which runs in the
+cool-down of the pipeline; a run for which no function reduces a stage leaves its reduction out.
 A step may begin *late*: a rank's accumulators are asked for before its first backward, and whoever is asked may drop the step.
 """
 
@@ -35,6 +34,7 @@ from jaxpipe.program.ir import (
     Offload,
     Program,
     Recv,
+    Reduce,
     Reload,
     Run,
     Send,
@@ -55,7 +55,6 @@ from jaxpipe.runtime.transfer import (
     wait_for_copies,
 )
 from jaxpipe.schedule import Action, Event, Slot, op_spec
-from jaxpipe.schedule.ir import R
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 
 Bank = list[Any]
@@ -63,9 +62,9 @@ Token = tuple[int, Slot, jax.Array]
 """Rank, action, and a scalar that is ready when the action has run."""
 Probe = Callable[[int, Sequence[jax.Array]], None]
 
-Epilogues = Mapping[tuple[int, int], Callable[[list[jax.Array]], Sequence[jax.Array]]]
-"""Functions by (rank, stage), each called with the gradient accumulators once nothing adds to them any more (it reduces them
-over shards). It must dispatch and not wait; it may donate them."""
+Reductions = Mapping[tuple[int, int], Callable[[list[jax.Array]], Sequence[jax.Array]]]
+"""Functions by (rank, stage), each called with the gradient accumulators, which it may donate. It must dispatch and not wait,
+and what it returns begins with an array that no later call donates."""
 
 Late = Callable[[int], Mapping[tuple[int, int], Sequence[jax.Array]]]
 """A function that returns the gradient accumulators of a rank by (rank, stage), called before its first backward is dispatched.
@@ -97,13 +96,13 @@ class StepOutputs:
     Attributes:
         acc: accumulators by (rank, stage), gradients added (the ones put in are donated).
         losses: per microbatch, the loss ports of all stages: loss sum, weight sum, those of metrics.
-        tokens: per action (or braid that is one function), in order of dispatch, a scalar that is ready when it has run.
+        tokens: per action (or braid that is one function), in order of dispatch, an array that is ready when it has run.
         events: what was measured, if the step was recorded.
         stamps: the host's clock before each instruction and after the last.
         step_s: seconds until all results were ready (recorded steps only).
         clock_error_s: by how much events of other processes may be off.
         process_seconds: mean seconds by (op, stage) of each process, in process 0 of several (recorded steps only).
-        reduced: what the epilogues returned, by (rank, stage).
+        reduced: what the reductions returned, by (rank, stage).
         user: by name and (stage, microbatch), what custom instructions wrote and nothing read
             (:mod:`jaxpipe.stage.instructions`).
     """
@@ -155,8 +154,8 @@ class _Linked(NamedTuple):
 
 
 # The order matters: kinds below ``_SEND`` are recorded, and only those stand for an action of the schedule.
-_RUN, _RECV, _COPY, _SYNC, _SEND, _EPILOGUE = range(6)
-_KINDS = ("run", "recv", "copy", "sync", "send", "epilogue")
+_RUN, _RECV, _COPY, _SYNC, _REDUCE, _SEND, _BIND = range(7)
+_KINDS = ("run", "recv", "copy", "sync", "reduce", "send")
 
 Copies = Callable[[int, int, int], tuple[Copy, Copy]]
 """How a part of the O and L of a stage copies, by rank, stage and part (one of many if they are issued whole)."""
@@ -178,13 +177,12 @@ class Executor:
         offload_fallback: offload to NumPy arrays where devices have no pinned host memory.
         holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
         braids: those that ``programs`` run as one function.
-        epilogues: of some of ``functions``.
+        reductions: of some of ``functions``.
         copies: how O and L of (rank, stage, part) copy; by default to and from pinned host memory.
         clock: what recorded steps are timed by.
 
-    ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order; an
-    epilogue stands for the last instruction that adds to its accumulators. ``dispatched``: the tokens of the last step, or of
-    the one that another thread is running, so far.
+    ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
+    ``dispatched``: the tokens of the last step, or of the one that another thread is running, so far.
 
     Raises:
         ProgramError: the programs offload, and devices have no pinned host memory.
@@ -201,7 +199,7 @@ class Executor:
         offload_fallback: bool = False,
         holds: Holds | None = None,
         braids: Braids = MappingProxyType({}),
-        epilogues: Epilogues = MappingProxyType({}),
+        reductions: Reductions = MappingProxyType({}),
         copies: Copies | None = None,
         clock: DeviceClock | None = None,
     ) -> None:
@@ -219,12 +217,10 @@ class Executor:
         self._num_ranks = len(meshes)
         self.order = tuple(order)
         self.dispatched: Sequence[Token] = ()
-        linker = _Linker(self._programs, functions, braids, self._banks)
+        linker = _Linker(self._programs, functions, braids, reductions, self._banks)
         if copies is None:
             copies = cache(lambda rank, *_: host_copies(replicated(meshes[rank]), fallback=offload_fallback))
         linker.link(order, copies, transport, self._numbers, holds or {})
-        # After linking: an epilogue's place follows from the last of the linked instructions that adds to its accumulators.
-        self._reduced = linker.add_epilogues(epilogues)
         self._code = linker.code
         self.sequence = tuple(linker.sequence)
 
@@ -255,7 +251,7 @@ class Executor:
     @property
     def instruction_kinds(self) -> tuple[str, ...]:
         """Return the kind of each instruction, in order of dispatch: ``run``, ``send``, ``recv``, ``copy``, ``sync`` or
-        ``epilogue``."""
+        ``reduce``."""
         return tuple(_KINDS[i.kind] for i in self._code)
 
     def unfinished(self, tokens: Sequence[Token]) -> tuple[int, Slot] | None:
@@ -263,7 +259,7 @@ class Executor:
 
         ``tokens``: of that step, as far as it has been dispatched. Waits for nothing, and may be called from any thread.
         """
-        actions = [(i.rank, i.action) for i in self._code if i.kind == _RUN]
+        actions = [(i.rank, i.action) for i in self._code if i.kind in (_RUN, _REDUCE)]
         token_list = list(tokens)
         done = next((n for n, (_, _, token) in enumerate(token_list) if not token.is_ready()), len(token_list))  # type: ignore[attr-defined]
         return None if done == len(actions) else actions[done]
@@ -358,7 +354,7 @@ class Executor:
         for rank, (program, n) in sorted(self._first_backwards.items(), key=lambda item: -item[1][1]):
             bound = [(v, slot) for v, slot in program.bound if v.kind == "acc"]
             run, outs = partial(bind, rank, n, [v for v, _ in bound]), tuple(slot for _, slot in bound)
-            code.insert(n, code[n]._replace(kind=_EPILOGUE, run=run, get=_getter(()), outs=outs, clear=()))
+            code.insert(n, code[n]._replace(kind=_BIND, run=run, get=_getter(()), outs=outs, clear=()))
         return code
 
     def _dispatch(
@@ -376,6 +372,7 @@ class Executor:
         tokens: list[Token] = []
         stamps: list[float] = []
         arguments: Sequence[Any] = ()
+        sums: Sequence[jax.Array] = ()
         arriving: dict[int, Sequence[Any]] = {}  # what is received, until something reads it: recorded steps only
         # The same list, not a copy: a watchdog's thread reads how far the step has come while this one fills it.
         self.dispatched = tokens
@@ -392,6 +389,10 @@ class Executor:
                     if recorder is None:
                         arguments = ()
                     tokens.append((rank, action, results[marker]))
+                elif kind == _REDUCE:
+                    sums = run(list(get(bank)))
+                    results = (sums,)
+                    tokens.append((rank, action, sums[0]))
                 elif kind == _SEND:
                     run(get(bank))
                     results = ()
@@ -410,6 +411,7 @@ class Executor:
                 if recorder is not None and kind < _SEND:
                     # A copy, and who waits for it, is done when its last array has arrived: they travel on several streams.
                     done = results if kind >= _COPY else (results[marker],) if results else ()
+                    done = sums if kind == _REDUCE else done
                     if kind == _RECV:
                         arriving[at] = done
                         continue
@@ -417,8 +419,6 @@ class Executor:
                         recorder.dispatched(rank, "recv", self._code[n].action, arriving.pop(n), stamps[-1])
                     recorder.dispatched(rank, lane, action, done, stamps[-1], arguments)
                     arguments = ()
-                elif recorder is not None and kind == _EPILOGUE:
-                    recorder.dispatched(rank, lane, action, results[0], stamps[-1])
         except StepDropped:
             raise
         # Only errors that dispatching raises; those of devices come later, and are found by their tokens.
@@ -455,10 +455,13 @@ class Executor:
         acc: dict[tuple[int, int], list[jax.Array]] = {at: list(buffers) for at, buffers in inputs.acc.items()}
         losses: dict[int, dict[tuple[int, int], jax.Array]] = {}
         user: dict[str, dict[tuple[int, int], jax.Array]] = {}
+        reduced: dict[tuple[int, int], Sequence[jax.Array]] = {}
         for program, bank in zip(self._programs, self._banks, strict=True):
             for value, slot in program.results:
                 if value.kind == "acc":
                     acc[(program.rank, value.stage)][value.index] = bank[slot]
+                elif value.kind == "sums":
+                    reduced |= {(program.rank, value.stage): bank[slot]} if bank[slot] is not None else {}
                 elif value.kind == "user":
                     user.setdefault(value.name, {})[(value.stage, value.microbatch)] = bank[slot]
                 else:
@@ -470,7 +473,7 @@ class Executor:
             events=events,
             stamps=stamps,
             step_s=step_s,
-            reduced={at: bank[slot] for at, (bank, slot) in self._reduced.items()},
+            reduced=reduced,
             user=user,
         )
 
@@ -507,6 +510,7 @@ class _Linker:
     programs: Sequence[Program]
     functions: Mapping[tuple[int, int], StageFunctions]
     braids: Braids
+    reductions: Reductions
     banks: Sequence[Bank]
     code: list[_Linked] = field(default_factory=list)
     sequence: list[tuple[int, int]] = field(default_factory=list)
@@ -525,6 +529,8 @@ class _Linker:
             program, bank = self.programs[k], self.banks[k]
             rank, instruction = program.rank, program.instructions[at]
             # A free costs no iteration: the instruction before it in its program clears the slots as well.
+            if isinstance(instruction, Reduce) and (rank, instruction.action.stage) not in self.reductions:
+                continue
             if isinstance(instruction, Free):
                 before = last_of[k]
                 self.code[before] = self.code[before]._replace(clear=(*self.code[before].clear, *instruction.slots))
@@ -548,6 +554,8 @@ class _Linker:
                     kind, lane = _COPY, "h2d" if back else "d2h"
                 case Sync():
                     kind, run, lane = _SYNC, wait_for_copies, "compute"
+                case Reduce(action):
+                    kind, run, lane = _REDUCE, self.reductions[rank, action.stage], "net"
             get, outs = _getter(instruction.inputs), instruction.outputs
             linked = _Linked(kind, run, get, bank, outs, drops(instruction), rank, instruction.action, marker, lane)
             if (k, at) in holds:
@@ -556,42 +564,6 @@ class _Linker:
             last_of[k] = len(self.code)
             self.code.append(linked)
             self.sequence.append((rank, at))
-
-    def add_epilogues(self, epilogues: Epilogues) -> dict[tuple[int, int], tuple[Bank, int]]:
-        """Put each epilogue behind the last run that reads or adds to its stage's accumulators, and behind what that run sends
-        (a neighbour may wait for it). Returns where each leaves its result: bank and slot."""
-        places: dict[tuple[int, int], tuple[Bank, int]] = {}
-        insertions: list[tuple[int, _Linked]] = []
-        for program, bank in zip(self.programs, self.banks, strict=True):
-            local_sequence = [n for n, (r, _) in enumerate(self.sequence) if r == program.rank] if epilogues else []
-            for (rank, stage), reduce in epilogues.items():
-                slots = tuple(slot for v, slot in program.results if v.kind == "acc" and v.stage == stage)
-                if rank != program.rank or not slots:
-                    continue
-                used = set(slots)
-                instructions = [program.instructions[self.sequence[n][1]] for n in local_sequence]
-                at = max(k for k, instruction in enumerate(instructions) if not used.isdisjoint(reads(instruction)))
-                runs = (a for x in instructions if isinstance(x, Run) for a in x.action.actions)
-                action = Action(R.name, stage, min(a.microbatch for a in runs if a.stage == stage))
-                # A neighbour waits for what the last run sends, and a collective takes long.
-                while at + 1 < len(local_sequence) and self.code[local_sequence[at + 1]].kind == _SEND:
-                    at += 1
-                # Before the last slot, where results go that nothing reads (slot −1 of linked instructions).
-                bank.insert(-1, None)
-                places[(rank, stage)] = (bank, len(bank) - 2)
-                run, outs = _boxed(reduce), (len(bank) - 2,)
-                linked = _Linked(_EPILOGUE, run, _getter(slots), bank, outs, (), rank, action, 0, "net")
-                insertions.append((local_sequence[at], linked))
-        # From the back, so that each insertion leaves the positions before it as they are.
-        for n, linked in sorted(insertions, key=lambda item: -item[0]):
-            self.code.insert(n + 1, linked)
-            self.sequence.insert(n + 1, self.sequence[n])
-        return places
-
-
-def _boxed(reduce: Callable[[list[jax.Array]], Sequence[jax.Array]]) -> Callable[[Sequence[jax.Array]], tuple[Any]]:
-    """Wrap ``reduce`` so that it returns its results as one list, for one slot."""
-    return lambda arrays: (list(reduce(list(arrays))),)
 
 
 def _states(

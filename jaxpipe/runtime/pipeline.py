@@ -7,8 +7,8 @@
     loss, grads = pipeline.loss_and_grads(params, batch)
 
 Parameters go in and gradients come out by layer name. What is compiled is the :class:`~jaxpipe.runtime.assembly.Assembly`;
-another order, other costs or epilogues make another pipeline over it, and cost little: it is simulated when a timeline is first
-asked for, and linked when it first runs.
+another order, other costs or reductions make another pipeline over it, and cost little: it is simulated when a timeline is
+first asked for, and linked when it first runs.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from jaxpipe.cost.profile import (
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program
-from jaxpipe.program.lower import braided_slots, lower
+from jaxpipe.program.lower import braided_slots, issued_order, lower
 from jaxpipe.program.order import Crossing, holds, issue_order
 from jaxpipe.program.traffic import WRITTEN_KINDS
 from jaxpipe.runtime.assembly import ALLOCATOR_BYTES, Assembly, AssemblyOptions, Buffers, reduction
 from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
-from jaxpipe.runtime.executor import Epilogues, Executor, Holds, Late, StepInputs, StepOutputs
+from jaxpipe.runtime.executor import Executor, Holds, Late, Reductions, StepInputs, StepOutputs
 from jaxpipe.runtime.grid import function_in_process
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.runtime.recorder import lengths_by_op, measured_timeline, replay_ratio
@@ -67,8 +67,8 @@ class Pipeline(Assembly):
     ``programs``: the schedule, lowered (those of other processes' ranks may be outlines: :func:`~jaxpipe.program.lower.lower`),
     of which ``local_programs`` run here, over ``transport`` (None: between devices of this process, and of others);
     ``costs``: what the order of dispatch and the predicted timeline are based on;
-    ``braids``: those that run as one function; ``epilogues``: what is done with a stage's accumulators as soon as nothing adds
-    to them.
+    ``braids``: those that run as one function; ``reductions``: the functions of R, by (rank, stage); the R of a stage that is
+    not among them is left out of a run.
     """
 
     schedule: Schedule
@@ -76,7 +76,7 @@ class Pipeline(Assembly):
     local_programs: tuple[Program, ...]
     costs: CostProfile
     braids: Braids
-    epilogues: Epilogues
+    reductions: Reductions
     transport: Transport | None = None
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class Pipeline(Assembly):
         assembly: Assembly,
         schedule: Schedule,
         costs: CostProfile | None = None,
-        epilogues: Epilogues = MappingProxyType({}),
+        reductions: Reductions = MappingProxyType({}),
     ) -> Pipeline:
         """Make a pipeline of ``schedule`` over compiled stages. Compiles nothing: a function that no schedule has used yet is
         compiled when it first runs.
@@ -129,12 +129,14 @@ class Pipeline(Assembly):
             AgreedError: that in one of several processes; in all of them.
         """
         owned = assembly.ownership
-        pipeline = owned.processes.run_on_all("pipeline", lambda: cls._over(assembly, schedule, costs, epilogues))
+        pipeline = owned.processes.run_on_all("pipeline", lambda: cls._over(assembly, schedule, costs, reductions))
         owned.agree_on_programs(pipeline.programs, pipeline._issued, pipeline._message_shapes())
         return pipeline
 
     @classmethod
-    def _over(cls, assembly: Assembly, schedule: Schedule, costs: CostProfile | None, epilogues: Epilogues) -> Pipeline:
+    def _over(
+        cls, assembly: Assembly, schedule: Schedule, costs: CostProfile | None, reductions: Reductions
+    ) -> Pipeline:
         """Build like :meth:`over`, whatever other processes do."""
         if schedule.placement.flows != assembly.placement.flows:
             raise ProgramError(
@@ -153,7 +155,8 @@ class Pipeline(Assembly):
         if timeline is not None and owned.divided:
             crossing = Crossing(owned.process_of, timeline, owned.lanes, _EARLY)
         parts_by, own_ranks = timeline if assembly.copies_in_parts else None, owned.ranks if owned.divided else None
-        programs = lower(schedule, assembly.stages, braids, crossing, parts_by, own_ranks)
+        reduced = [s for _, s in assembly.reduced]
+        programs = lower(schedule, assembly.stages, braids, crossing, parts_by, own_ranks, reduced)
         platform = str(assembly.submeshes[0].devices.flat[0].platform)
         local_programs = [programs[rank] for rank in owned.ranks]
         check_host_memory(local_programs, assembly.offload, platform, owned.processes.on_this_host)
@@ -169,7 +172,7 @@ class Pipeline(Assembly):
             local_programs=tuple(local_programs),
             costs=costs,
             braids=braids,
-            epilogues=epilogues,
+            reductions=reductions,
         )
 
     def alone(self, rank: int, transport: Transport) -> Pipeline:
@@ -180,18 +183,18 @@ class Pipeline(Assembly):
         """Return the same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
         # The order of messages between processes follows the costs, and so do copies in parts: the programs are lowered anew.
         if self.ownership.divided or self.copies_in_parts:
-            return self.over(self, self.schedule, costs, self.epilogues)
+            return self.over(self, self.schedule, costs, self.reductions)
         return replace(self, costs=with_missing_ops(costs, self.stages))
 
-    def with_epilogues(self, epilogues: Epilogues) -> Pipeline:
-        """Return the same pipeline, handing the accumulators of each (rank, stage) in ``epilogues`` to a function as soon as
-        nothing adds to them: what it returns is in :attr:`StepOutputs.reduced`. Compiles nothing."""
-        return replace(self, epilogues=epilogues)
+    def with_reductions(self, reductions: Reductions) -> Pipeline:
+        """Return the same pipeline, adding up gradients by these functions of the accumulators of (rank, stage), each of
+        :attr:`reduced`: what they return is in :attr:`StepOutputs.reduced`. Compiles nothing."""
+        return replace(self, reductions=reductions)
 
     def with_schedule(self, schedule: Schedule, costs: CostProfile | None = None) -> Pipeline:
         """Return a pipeline of another order over the same stages on the same ranks, and other costs if given; see
         :meth:`over`."""
-        return self.over(self, schedule, self.costs if costs is None else costs, self.epilogues)
+        return self.over(self, schedule, self.costs if costs is None else costs, self.reductions)
 
     def with_offload(self, offload: OffloadOptions) -> Pipeline:
         """Return the same stages and order, moving another part of the residuals or moving it elsewhere. Compiles nothing.
@@ -203,6 +206,11 @@ class Pipeline(Assembly):
         other = replace(self, functions=functions, offload=offload)
         moved = tuple(float(f.offloadable_bytes) for f in other.stages)
         return other.with_schedule(self.schedule, with_offloadable_bytes(self.costs, moved))
+
+    @cached_property
+    def issued(self) -> Schedule:
+        """The schedule as programs follow it: with R of each of :attr:`reduced`."""
+        return issued_order(self.schedule, self.stages, [s for _, s in self.reduced])
 
     @cached_property
     def order(self) -> tuple[tuple[int, int], ...]:
@@ -254,7 +262,7 @@ class Pipeline(Assembly):
             offload_fallback=self.offload.fallback,
             holds=self._own_dispatch[1],
             braids=self.braids,
-            epilogues=self.epilogues,
+            reductions=self.reductions,
         )
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -311,7 +319,7 @@ class Pipeline(Assembly):
         out = self._unreduced.run(params, {at: self.zeros(at) for at in self.own_instances}, batch, key)
         sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
         loss_sum, weight = self.reported.loss(sums)
-        acc = self.sum_replicas({at: self._reductions[at](list(buffers)) for at, buffers in out.acc.items()})
+        acc = self.sum_replicas({at: self._sums[at](list(buffers)) for at, buffers in out.acc.items()})
         stage_gradients: dict[int, dict[str, Params]] = {}
         grads: dict[str, Params] = {}
         for s, f in enumerate(self.stages):
@@ -329,11 +337,11 @@ class Pipeline(Assembly):
 
     @cached_property
     def _unreduced(self) -> Pipeline:
-        """The same pipeline without epilogues, which donate the accumulators and, with ZeRO-1, return chunks."""
-        return self.with_epilogues({}) if self.epilogues else self
+        """The same pipeline without reductions, which donate the accumulators and, with ZeRO-1, return chunks."""
+        return self.with_reductions({}) if self.reductions else self
 
     @cached_property
-    def _reductions(self) -> Mapping[Instance, Any]:
+    def _sums(self) -> Mapping[Instance, Any]:
         return {(r, s): reduction(self.submeshes[r], f) for (r, s), f in self._own_functions.items()}
 
     # -- predictions and measurements ---------------------------------------------------------------------------------
@@ -349,7 +357,7 @@ class Pipeline(Assembly):
 
     def measured_timeline(self, outputs: StepOutputs) -> Timeline:
         """The timeline of a recorded step."""
-        return measured_timeline(self.schedule, self._costs_with_batch(), outputs.events)
+        return measured_timeline(self.issued, self._costs_with_batch(), outputs.events)
 
     def _costs_with_batch(self) -> CostProfile:
         """:attr:`costs`, where what is placed once a step or stays until its end (batch arrays, keys, losses, a scalar per
@@ -363,7 +371,7 @@ class Pipeline(Assembly):
 
     def replay_ratio(self, outputs: StepOutputs) -> float:
         """Wall time of a recorded step ÷ replay of its order with its own durations (:mod:`jaxpipe.runtime.recorder`)."""
-        return replay_ratio(self.schedule, self.measured_timeline(outputs), outputs.step_s)
+        return replay_ratio(self.issued, self.measured_timeline(outputs), outputs.step_s)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -377,6 +385,7 @@ class Pipeline(Assembly):
         workspace: bool = True,
         timeline: Timeline | None = None,
         curves: bool = False,
+        reductions: Mapping[Instance, tuple[int, int]] = MappingProxyType({}),
     ) -> MemoryReport:
         """Predicted memory of a device of each rank that runs here, by kind (:mod:`jaxpipe.cost.memory`).
 
@@ -385,6 +394,7 @@ class Pipeline(Assembly):
             workspace: count XLA's temporaries too; compiles the functions that the programs run, unless they are already.
             timeline: offloaded bytes leave when the copy ends in it, not when it is issued.
             curves: keep what is held after each instruction.
+            reductions: what those of :attr:`reductions` take, as :func:`~jaxpipe.cost.memory.account` has it.
         """
         return account(
             self.local_programs,
@@ -398,6 +408,7 @@ class Pipeline(Assembly):
             curves=curves,
             braids=self.braids,
             all_programs=self.programs,
+            reductions=reductions,
         )
 
     def measure_costs(self, *, repeats: int = 5) -> CostProfile:

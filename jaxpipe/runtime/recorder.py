@@ -30,7 +30,7 @@ import jax
 from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, op_spec, replay
 from jaxpipe.schedule.ir import HOST_LANES
 from jaxpipe.schedule.memory import memory_curves, static_bytes
-from jaxpipe.schedule.passes import with_reductions
+from jaxpipe.schedule.passes import with_missing_reductions
 
 # Python's default of 5 ms would let the dispatching thread keep the interpreter while a thread that was woken waits for it, and
 # put that on the action's time.
@@ -296,7 +296,7 @@ def measured_timeline(schedule: Schedule, costs: CostProfile, events: Sequence[E
 
 
 def _with_recorded_reductions(schedule: Schedule, events: Iterable[Event]) -> Schedule:
-    return with_reductions(schedule, stages={a.stage for e in events if e.lane == "net" for a in e.action.actions})
+    return with_missing_reductions(schedule, {a.stage for e in events if e.lane == "net" for a in e.action.actions})
 
 
 def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float:

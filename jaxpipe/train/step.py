@@ -77,6 +77,11 @@ class StageState:
     def optimizer_bytes(self) -> int:
         return sum(device_bytes(leaf) for leaf in jax.tree.leaves(self.optimizer))
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Return what the reduction makes beside the accumulators: with the gradients two sums of squares."""
+        return total_device_bytes(self.grads) + 2 * max((a.dtype.itemsize for a in self.acc), default=0)
+
     def workspace_bytes(self, update: Footprint) -> int:
         """Return what the update allocates beside new parameter buffers: XLA's temporaries, and what it does not write in
         place."""
@@ -87,27 +92,39 @@ class StageState:
 
 
 def step_memory(
-    pipeline: Pipeline, states: Mapping[int, StageState], updates: Mapping[int, Footprint] | None
+    pipeline: Pipeline,
+    states: Mapping[int, StageState],
+    footprints: Mapping[int, tuple[Footprint, Footprint]] | None,
 ) -> MemoryReport:
     """Return the memory of a step, per rank: of the pipeline's instructions or of the update, whichever is more.
 
     Args:
         states: by stage, what its update takes.
-        updates: by stage, the compiled update; None to count no temporaries.
+        footprints: by stage, of the compiled update and of the reduction; None to count no temporaries.
     """
     resident: dict[int, dict[Kind, int]] = {r.rank: {} for r in pipeline.local_programs}
     for rank, held in resident.items():
         held |= {kind: total_device_bytes(avals) for kind, avals in resident_avals(pipeline, states, rank).items()}
         rank_stages = [s for s in states if pipeline.primary(s)[0] == rank]
-        held["code"] = sum(updates[s].code_bytes for s in rank_stages) if updates else 0
+        held["code"] = sum(x.code_bytes for s in rank_stages for x in footprints[s]) if footprints else 0
     # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
-    report = pipeline.memory_report(resident, workspace=updates is not None, timeline=pipeline.predicted_timeline())
+    made = {
+        (r, s): (states[s].reduced_bytes, footprints[s][1].temp_bytes if footprints else 0)
+        for r, s in pipeline.reductions
+    }
+    report = pipeline.memory_report(
+        resident, workspace=footprints is not None, timeline=pipeline.predicted_timeline(), reductions=made
+    )
     ranks = []
     for before in report.ranks:
         held = {**resident[before.rank], **_update(pipeline, before, states)}
         # Of a replica the update runs in its primary's process, which may be another.
-        held_stages = (s for s in updates or () if before.rank in pipeline.instances[s])
-        held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in held_stages if updates), default=0)
+        workspace = [
+            max(states[s].workspace_bytes(update), reduction.temp_bytes)
+            for s, (update, reduction) in (footprints or {}).items()
+            if before.rank in pipeline.instances[s]
+        ]
+        held["temporaries"] = max(workspace, default=0)
         ranks.append(_larger(before, {k: n for k, n in held.items() if n}))
     return replace(report, ranks=tuple(ranks))
 
@@ -134,7 +151,8 @@ def _update(pipeline: Pipeline, before: RankMemory, states: Mapping[int, StageSt
         held["gradients"] += acc if len(ranks) > 1 else 0  # of all replicas, to be added up
         if ranks[0] == before.rank:
             sent = max(sent, acc if len(ranks) > 1 else 0)
-            held["gradients"] += total_device_bytes(states[s].grads)
+            early = (before.rank, s) in pipeline.reductions  # counted by then
+            held["gradients"] += 0 if early else total_device_bytes(states[s].grads)
             held["parameters"] += total_device_bytes(states[s].new_params)  # new buffers beside the old
         else:
             held["parameters"] += total_device_bytes(trained.param_avals[: trained.layout.num_trained])
@@ -233,15 +251,15 @@ class TrainStep:
         squares = {s: _square_aval(x, self.states[s].acc) for s, x in self._shards.items()}
         self._scalars = StepReduction(pipeline, squares, clip_norm, last_rank(pipeline) if self._late else 0)
         self._ties = TiedLeaves(pipeline)
-        self.pipeline = self._with_epilogues(pipeline)
-        self._footprints: dict[int, Footprint] = {}
+        self.pipeline = self._with_reductions(pipeline)
+        self._footprints: dict[int, tuple[Footprint, Footprint]] = {}
 
     def with_pipeline(self, pipeline: Pipeline) -> TrainStep:
         """Return the same step over ``pipeline``, which has the same stages on the same ranks in another order. Compiles
         nothing."""
         other = copy.copy(self)
         other._scalars = self._scalars.on_hub(last_rank(pipeline) if self._late else 0)
-        other.pipeline = self._with_epilogues(pipeline)
+        other.pipeline = self._with_reductions(pipeline)
         return other
 
     def init(
@@ -471,8 +489,8 @@ class TrainStep:
     def memory_report(self, *, workspace: bool = True) -> MemoryReport:
         """Predicted memory of a device of each rank in a step, parameters and optimizer state included, by kind. Compiles
         what a step runs, unless it has run already; without ``workspace`` (XLA's temporaries) it compiles nothing."""
-        updates = {s: self._update_footprint(s) for s in self._own} if workspace else None
-        return step_memory(self.pipeline, self.states, updates)
+        footprints = {s: self._stage_footprints(s) for s in self._own} if workspace else None
+        return step_memory(self.pipeline, self.states, footprints)
 
     def with_state(self, costs: CostProfile) -> CostProfile:
         """``costs`` with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
@@ -504,8 +522,8 @@ class TrainStep:
             twice=[param_avals[i] for i in shards.updated if i not in shards.mastered] if self._late else [],
         )
 
-    def _update_footprint(self, stage: int) -> Footprint:
-        """Return the footprint of an update, with the reduction before it where that is a program of its own."""
+    def _stage_footprints(self, stage: int) -> tuple[Footprint, Footprint]:
+        """Return the footprints of an update, and of the reduction before it where that is a program of its own."""
         if stage in self._footprints:
             return self._footprints[stage]
         state, shards = self.states[stage], self._shards[stage]
@@ -516,29 +534,20 @@ class TrainStep:
         update = self._updates[_kinds(self._extra)][stage]
         arguments = list(state.params), list(state.master), grads, state.optimizer, scale, ok, extra
         halves = (update.ahead, update.commit) if self._late else ()
-        lowered = [program.lower(*arguments) for program in (update.full, *halves)]
+        parts = [compiled_footprint(program.lower(*arguments).compile()) for program in (update.full, *halves)]
+        temp, code = max(x.temp_bytes for x in parts), sum(x.code_bytes for x in parts)
+        reduction = Footprint()
         if shards.mesh.size > 1:
-            lowered.append(self._reduce[stage].function.lower(list(state.acc)))
-        footprints = [compiled_footprint(program.compile()) for program in lowered]
-        temp, code = max(x.temp_bytes for x in footprints), sum(x.code_bytes for x in footprints)
-        self._footprints[stage] = replace(footprints[0], temp_bytes=temp, code_bytes=code)
+            reduction = compiled_footprint(self._reduce[stage].function.lower(list(state.acc)).compile())
+        self._footprints[stage] = replace(parts[0], temp_bytes=temp, code_bytes=code), reduction
         return self._footprints[stage]
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _with_epilogues(self, pipeline: Pipeline) -> Pipeline:
-        """``pipeline``, reducing the gradients of a stage as soon as its last W has been dispatched, where nothing is to be
-        added to them first and no other stage wants them."""
-        tied = {s for tie in pipeline.tied for s in (tie.owner_stage, tie.copy_stage)}
-        early = {
-            (r, s): self._reduce[s].dispatch
-            for s, r in self._own.items()
-            if self._shards[s].mesh.size > 1 and s not in tied and len(pipeline.instances[s]) == 1
-        }
-        # Collectives, where a rank's dp devices are those of several processes.
-        processes, ranks = pipeline.ownership.processes, pipeline.schedule.num_ranks
-        processes.require_equal_in_rows("reductions in the pipeline", ranks, [list(at) for at in sorted(early)])
-        return pipeline if pipeline.epilogues == early else pipeline.with_epilogues(early)
+    def _with_reductions(self, pipeline: Pipeline) -> Pipeline:
+        """``pipeline``, which adds gradients up as this step does."""
+        reductions = {(r, s): self._reduce[s].dispatch for r, s in pipeline.reduced if s in self._own}
+        return pipeline if pipeline.reductions == reductions else pipeline.with_reductions(reductions)
 
     def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> stage_update.Reduced:
         """Return the reduced gradients of a stage: dispatched in the pipeline, or now."""

@@ -110,9 +110,13 @@ def test_outlines_tell_what_programs_of_other_processes_do(family: str) -> None:
     schedule = generate(family, 4, 8)
     stages, timeline = bare_stages(schedule.placement), simulate(schedule, CostProfile.uniform(schedule.num_stages))
     crossing = Crossing((0, 0, 1, 2), timeline, TAGGED, 1)
-    programs = lower(schedule, stages, crossing=crossing)
+    reduced = range(schedule.num_stages)
+    programs = lower(schedule, stages, crossing=crossing, reduced=reduced)
     own = {2}
-    outlines = lower(schedule, stages, crossing=crossing, ranks=own)
+    outlines = lower(schedule, stages, crossing=crossing, ranks=own, reduced=reduced)
+    assert all(
+        str(program).count("  Reduce R") == len(schedule.placement.stages_of(program.rank)) for program in outlines
+    )
     assert [p.rank for p in outlines] == [0, 1, 2, 3]
     assert outlines[2] == programs[2]
     assert message_numbers(outlines) == message_numbers(programs)

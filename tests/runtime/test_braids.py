@@ -10,7 +10,6 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import takewhile
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.axes import RankMesh
 from jaxpipe.cost.profile import with_measured_times
 from jaxpipe.errors import RunError, ScheduleError
-from jaxpipe.program.ir import Free, Program, Recv, Run, Send
+from jaxpipe.program.ir import Free, Program, Recv, Reduce, Run, Send
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.rehearsal.rank import Rehearsal
 from jaxpipe.runtime.assembly import reduction
@@ -43,6 +42,7 @@ from jaxpipe.schedule import (
     parse_schedule,
     v_shape,
 )
+from jaxpipe.schedule.passes import with_reductions
 from jaxpipe.stage.compiled.braid import braid
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.model.layer import Layer, Model
@@ -391,23 +391,25 @@ def test_a_failure_names_the_braid(record: bool) -> None:
     assert caught.value.action == "F0.2+B0.0"
 
 
-# -- epilogues -----------------------------------------------------------------------------------------------------------
+# -- reductions ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_gradients_are_reduced_in_the_tail_of_the_pipeline(dp: int) -> None:
-    model = chain_model(4)
-    pipe = Pipeline.build(
-        model,
-        generate("v-zb", 2, 4),
+def reduced_pipeline(schedule: Schedule) -> Pipeline:
+    return Pipeline.build(
+        chain_model(4),
+        schedule,
         microbatch_size=MICROBATCH,
         boundaries=[(0, 1), (1, 2), (2, 3), (3, 5)],
         compute_dtype=jnp.float64,
-        dp=dp,
+        dp=2,
     )
+
+
+def test_gradients_are_reduced_in_the_tail_of_the_pipeline() -> None:
+    pipe = reduced_pipeline(generate("v-zb", 2, 4))
     sums = {(r, s): reduction(pipe.submeshes[r], pipe.functions[(r, s)]) for r, s in pipe.own_instances}
-    early = pipe.with_epilogues(sums)
-    params, batch = init_params(model, 0), chain_batch(4)
+    early = pipe.with_reductions(sums)
+    params, batch = init_params(pipe.model, 0), chain_batch(4)
     expected = run(pipe, params, batch)
     for record in (False, True):
         out = run(early, params, batch, record=record)
@@ -418,9 +420,11 @@ def test_gradients_are_reduced_in_the_tail_of_the_pipeline(dp: int) -> None:
             assert_same_arrays(list(grads), sums[at](list(expected.acc[at])))
     kinds, sequence = early.executor.instruction_kinds, early.executor.sequence
     for rank, program in enumerate(early.programs):
-        placed = [at for kind, (r, at) in zip(kinds, sequence, strict=True) if kind == "epilogue" and r == rank]
-        assert sorted(placed) == sorted(_after_last_addition(program, s) for r, s in sums if r == rank)
-    assert "run" in kinds[kinds.index("epilogue") :], "others still work when the first stage is done"
+        placed = {at for kind, (r, at) in zip(kinds, sequence, strict=True) if kind == "reduce" and r == rank}
+        assert placed == {k for k, i in enumerate(program.instructions) if isinstance(i, Reduce)}
+        assert {_last_addition(program, at) for at in placed} == {f"W{s}.3" for r, s in sums if r == rank}
+    assert "run" in kinds[kinds.index("reduce") :], "others still work when the first stage is done"
+    assert "  Reduce R1.0 (" in str(early.programs[1])
 
 
 def assert_reductions_are_recorded(pipe: Pipeline, out: StepOutputs) -> None:
@@ -438,25 +442,27 @@ def assert_reductions_are_recorded(pipe: Pipeline, out: StepOutputs) -> None:
         assert costs.reduce_s[int(action[1])] == event.end_s - event.start_s
 
 
-def _after_last_addition(program: Program, stage: int) -> int:
-    """Return the last run that adds to the stage's accumulators, or the last send right behind it."""
-    adding = [k for k, i in enumerate(program.instructions) if isinstance(i, Run) and _adds(i, stage)]
-    behind = [k for k, i in enumerate(program.instructions) if k > adding[-1] and not isinstance(i, Free)]
-    sends = takewhile(lambda k: isinstance(program.instructions[k], Send), behind)
-    return max(adding[-1], *sends, -1)
+def _last_addition(program: Program, at: int) -> str:
+    """Return the run before a reduction, right behind which that stands."""
+    before = [i for i in program.instructions[:at] if not isinstance(i, Send | Free)]
+    return str(before[-1].action)
 
 
-def _adds(run: Run, stage: int) -> bool:
-    return any(a.stage == stage and a.op in ("W", "BW") for a in run.action.actions)
+def test_a_reduction_stands_where_the_schedule_has_it() -> None:
+    text = str(with_reductions(generate("v-zb", 2, 4)))
+    assert "W3.3 R3.0 B0.3 W0.2 W0.3" in text
+    moved = reduced_pipeline(parse_schedule(text.replace("W3.3 R3.0 B0.3 W0.2 W0.3", "W3.3 B0.3 W0.2 R3.0 W0.3")))
+    (at,) = [k for k, i in enumerate(moved.programs[0].instructions) if str(i).startswith("Reduce R3.0")]
+    assert _last_addition(moved.programs[0], at) == "W0.2"
 
 
-def test_a_failing_epilogue_is_named() -> None:
+def test_a_failing_reduction_is_named() -> None:
     def fail(acc: list[jax.Array]) -> list[jax.Array]:
         raise ValueError("boom")
 
-    pipe = pipeline_for("gpt", generate("zb-h1", 2, 4)).with_epilogues({(1, 1): fail})
+    pipe = reduced_pipeline(generate("v-zb", 2, 4)).with_reductions({(1, 1): fail})
     with pytest.raises(RunError, match=r"rank 1, action R1\.0 \(stage 1, reduce .*\) failed: boom"):
-        run(pipe, parameters("gpt"), random_batch(4))
+        run(pipe, init_params(pipe.model, 0), chain_batch(4))
 
 
 # -- rehearsal -----------------------------------------------------------------------------------------------------------

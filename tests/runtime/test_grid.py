@@ -25,7 +25,9 @@ from tests.support import train_runs
 from tests.support.checkpoint_cases import assert_same
 from tests.support.train_runs import config, settings, write_text
 
-ZERO = {"ranks": 2, "schedule": "zb-1p", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1}
+ZERO = {
+    "ranks": 2, "schedule": "zb-1p", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1, "tied": False,
+}  # fmt: skip
 PLAIN = {"ranks": 2, "schedule": "1f1b", "dp": 2}
 V_SHAPED = {"ranks": 2, "schedule": "v-half", "dp": 2, "dropout": 0.1}
 OFFLOADED = {"ranks": 2, "schedule": "po-f", "dp": 2, "tp": 2, "zero1": True}

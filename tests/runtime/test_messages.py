@@ -44,10 +44,12 @@ from jaxpipe.schedule import (
     circular,
     generate,
     one_to_one,
+    parse_schedule,
     simulate,
     traverse,
     with_span,
 )
+from jaxpipe.schedule.passes import with_reductions
 from jaxpipe.schedule.text import parse_slot
 from tests.support import rendezvous
 from tests.support.bare_stages import bare_stages
@@ -500,8 +502,9 @@ def test_work_for_an_action_does_not_grow_with_ranks() -> None:
 
 def _agreement(monkeypatch: pytest.MonkeyPatch, follower: dict[str, Any]) -> set[str]:
     """Let two processes that share the ranks of a V agree on what they issue; return what they say. ``follower``: how process 1
-    differs: in the ``costs`` of its first stage, in its ``programs``, or in its ``order``."""
+    differs: in the ``costs`` of its first stage, in where its ``rows`` reduce, in its ``programs``, or in its ``order``."""
     schedule = generate("v-zb", 2, 4)
+    reduced = str(with_reductions(schedule))
     costs = CostProfile.uniform(4, chunks=2, comm=0.1)
     monkeypatch.setattr(ProcessGroup, "ranks", lambda self, count: (range(count),) * self.number)
 
@@ -509,7 +512,9 @@ def _agreement(monkeypatch: pytest.MonkeyPatch, follower: dict[str, Any]) -> set
         change = follower if processes.mine else {}
         own_costs = replace(costs, f_s=(change.get("costs", 1.0) * costs.f_s[0], *costs.f_s[1:]))
         timeline = simulate(schedule, own_costs)
-        programs = lower(schedule, bare_stages(schedule.placement), crossing=Crossing((0, 0), timeline, TAGGED, 1))
+        issued = parse_schedule(reduced.replace(*change.get("rows", ("", ""))))
+        crossing = Crossing((0, 0), timeline, TAGGED, 1)
+        programs = lower(issued, bare_stages(schedule.placement), crossing=crossing, reduced=range(4))
         edit_programs, edit_order = change.get("programs", tuple), change.get("order", tuple)
         agree_on_programs(processes, edit_programs(programs), lambda local: edit_order(issue_order(local, timeline)))
 
@@ -521,6 +526,8 @@ def test_members_of_a_row_issue_their_ranks_alike(monkeypatch: pytest.MonkeyPatc
     for follower in ({"costs": 1.3}, {"order": _with_two_exchanged}):
         (message,) = _agreement(monkeypatch, follower)
         assert re.match(r"process 1 .*issues what rank 0 to 1 runs in another order than process 0", message), message
+    (message,) = _agreement(monkeypatch, {"rows": ("W3.3 R3.0 B0.3", "W3.3 B0.3 R3.0")})
+    assert re.match(r"process 1 .*has programs=", message), message
     (message,) = _agreement(monkeypatch, {"programs": _without_last_instruction})
     assert re.match(r"process 1 .*has programs=|process 1 .*has other programs than process 0", message), message
 

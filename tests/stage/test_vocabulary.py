@@ -63,7 +63,7 @@ def unsplit(model: Model, params: Any, batch: dict[str, np.ndarray]) -> tuple[An
 def check_gradients(model: Model, trainer: Trainer) -> tuple[Any, Any]:
     params, batch = init_params(model, 0), batch_of(8)
     expected, grads = unsplit(model, params, batch)
-    pipeline = trainer.pipeline.with_epilogues({})
+    pipeline = trainer.pipeline.with_reductions({})
     loss, pipeline_grads = pipeline.loss_and_grads(
         pipeline.place(params), {k: v.reshape(4, 2, 6) for k, v in batch.items()}
     )

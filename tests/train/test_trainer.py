@@ -368,7 +368,7 @@ def test_what_can_not_be_is_refused_in_one_line(arguments: dict[str, Any], error
     ids=lambda x: "-".join(x),
 )
 def test_loss_and_grads_of_a_trainer_on_several_devices_a_rank(division: dict[str, Any]) -> None:
-    """Epilogues of the train step donate the accumulators: "Array has been deleted" with dp and cp."""
+    """The reductions of the train step donate the accumulators: "Array has been deleted" with dp and cp."""
     options = {
         "vocab_size": 8,
         "d_model": 8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxpipe.axes import DP, RankMesh
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.runtime.grid import RankView
+from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.functions import device_bytes
 from jaxpipe.stage.model.layer import Layer, Path, Shard
@@ -240,6 +242,34 @@ def test_two_devices_with_and_without_zero_agree_in_every_bit(dtype: str, reques
 
 def _computed(step: TrainStep, state: TrainState) -> Any:
     return {str(at): [np.asarray(b, np.float32) for b in buffers] for at, buffers in state.compute.items()}
+
+
+# -- in the pipeline or after it ------------------------------------------------------------------------------------------
+
+FAMILIES = ["1f1b", "zb-1p", "interleaved-1f1b"]
+
+
+@pytest.mark.parametrize("family", ["v-zb", *(pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES)])
+def test_reducing_in_the_pipeline_changes_no_bit(family: str) -> None:
+    """Reducing there takes the bytes that are predicted."""
+    case = Case("gpt", 2, 1, 2, family, dtype="float32", zero1=family in ("v-zb", "1f1b"))
+    within = TrainStep(pipeline(case), optimizer(), zero1=case.zero1, clip_norm=0.5)
+    after = copy.copy(within)
+    after.pipeline = within.pipeline.with_reductions({})
+    ends = []
+    for step in (within, after):
+        state = step.init(params_for(case))
+        for batch in batches(2):
+            state, metrics = step(state, batch)
+        ends.append(jax.device_get((step.by_layer(state), metrics.loss, metrics.grad_norm)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert len(within.pipeline.reductions) == len(within.pipeline.stages)
+    assert all("  Reduce R" in str(program) for program in within.pipeline.programs)
+    measured = measured_peaks(within.pipeline, state.compute, batches(1)[0])
+    made = {(r, s): (within.states[s].reduced_bytes, 0) for r, s in within.pipeline.reductions}
+    predicted = within.pipeline.memory_report(workspace=False, curves=True, reductions=made)
+    assert [x.live_bytes for x in predicted.ranks] == [x.live_bytes for x in measured.ranks]
+    assert case.zero1 == any(n > 8 for n, _ in made.values())
 
 
 # -- which optimizers may be divided --------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ README.md says in which order to read.
 from jaxpipe.schedule.passes.braid import braid, insert, unbraid
 from jaxpipe.schedule.passes.host_lane import prompt_weights
 from jaxpipe.schedule.passes.offload import Offloaded, StageOffload, offload
-from jaxpipe.schedule.passes.reductions import with_priced_reductions, with_reductions
+from jaxpipe.schedule.passes.reductions import with_missing_reductions, with_priced_reductions, with_reductions
 from jaxpipe.schedule.passes.separate import separate_gradients
 
 __all__ = ["Offloaded", "StageOffload", "braid", "insert", "offload", "prompt_weights", "separate_gradients", "unbraid"]
-__all__ += ["with_priced_reductions", "with_reductions"]
+__all__ += ["with_missing_reductions", "with_priced_reductions", "with_reductions"]

@@ -8,7 +8,7 @@ in which the stages first run, so that later stages gather while earlier ones co
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from jaxpipe.schedule.costs import CostProfile
@@ -28,6 +28,24 @@ def with_reductions(schedule: Schedule, *, gather: bool = False, stages: Collect
     return replace(
         plain, rows=tuple(_with_communication(row, schedule.placement, chosen, gather) for row in plain.rows)
     )
+
+
+def with_missing_reductions(
+    schedule: Schedule, stages: Collection[int], reads: Callable[[Action], bool] | None = None
+) -> Schedule:
+    """Return ``schedule`` with one R of each of ``stages``, which are on one rank each, and no other R or G. A stage's R stands
+    where the schedule has it, or else behind the last action that ``reads`` its gradients (by default its last W)."""
+    present = {action for action in schedule.actions() if action.op == R.name and action.stage in stages}
+    plain = with_slots(
+        schedule, lambda slot: (slot,) if slot in present or not op_spec(slot.actions[0].op).per_step else ()
+    )
+    missing = {*stages} - {action.stage for action in present}
+    rows = (_with_communication(row, schedule.placement, missing, False, reads or _adds) for row in plain.rows)
+    return replace(plain, rows=tuple(rows))
+
+
+def _adds(action: Action) -> bool:
+    return W.name in op_spec(action.op).performs()
 
 
 def without_reductions(schedule: Schedule) -> Schedule:
@@ -53,7 +71,13 @@ def with_priced_reductions(schedule: Schedule, costs: CostProfile) -> Schedule:
     return with_reductions(schedule, gather=any(costs.gather_s))
 
 
-def _with_communication(row: Row, placement: Placement, reduced: Collection[int], gather: bool) -> Row:
+def _with_communication(
+    row: Row,
+    placement: Placement,
+    reduced: Collection[int],
+    gather: bool,
+    reads: Callable[[Action], bool] = _adds,
+) -> Row:
     gathers: dict[Action, None] = {}
     last: dict[Action, int] = {}
     for at, slot in enumerate(row):
@@ -61,7 +85,7 @@ def _with_communication(row: Row, placement: Placement, reduced: Collection[int]
             performed, flow = op_spec(action.op).performs(), placement.first_flow(action.stage, action.microbatch)
             if F.name in performed:
                 gathers.setdefault(Action(G.name, action.stage, flow))
-            if W.name in performed and action.stage in reduced:
+            if action.stage in reduced and reads(action):
                 last[Action(R.name, action.stage, flow)] = at
     behind: dict[int, list[Slot]] = {}
     for reduction, at in last.items():

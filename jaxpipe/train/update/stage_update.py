@@ -336,7 +336,7 @@ class GradientReduction:
         return self.read(self.dispatch(acc))
 
     def dispatch(self, acc: Buffers) -> Buffers:
-        """Return what :meth:`read` takes, as a flat list: an epilogue of the executor."""
+        """Return what :meth:`read` takes, as a flat list, ``square`` first: what R calls."""
         if self.shards.mesh.size == 1:
             return [self.function(acc), *acc]
         parts = self.function(self.view.widen(acc, self._specs))

@@ -22,8 +22,8 @@ always         an instruction waits for the thread to hand it out, and for those
 ``directed``   messages from one process to another run one after another
 ``pair``       messages between two processes, either way (one NCCL communicator a pair)
 ``four``       those of a rank, on four streams in turn (XLA's device-to-device streams on GPUs); matched by order, not number
-``device``     those of a rank to and from other processes, in the order of dispatch: NCCL promises no progress to two
-               operations of a device at a time
+``device``     those of a rank to and from other processes and its reductions, in the order of dispatch: NCCL promises no
+               progress to two operations of a device at a time
 ``gate``       a receive waits for the runs of its rank that were handed out before it: it is given memory that they may still
                use (XLA's allocator on GPUs)
 ``fifo``       the thread waits for each instruction to end before it goes on: the strictest, which covers all others, and a
@@ -390,7 +390,7 @@ def waiting_graph(traffic: Traffic, crossing: Crossing, awaited: Sequence[tuple[
     if "pair" in lanes:
         chain(np.flatnonzero(crosses), np.minimum(src, dst) * len(process_of) + np.maximum(src, dst), 6)
     if "device" in lanes:
-        chain(np.flatnonzero(crosses), rank, 7)
+        chain(np.flatnonzero(crosses | (kind == REDUCE)), rank, 7)
     # JAX blocks the thread that dispatches one run more than this to a device.
     runs = np.flatnonzero((kind == RUN) | (kind == REDUCE))
     late = runs[IN_FLIGHT:]

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from jaxpipe.axes import RankMesh
 from jaxpipe.errors import AgreedError, ScheduleError
-from jaxpipe.program.ir import Free, Instruction, Program, Recv, Run, Send, reads, writes
+from jaxpipe.program.ir import Free, Instruction, Program, Recv, Reduce, Run, Send, writes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import NATIVE, TAGGED, Crossing, Lanes, issue_order
 from jaxpipe.runtime.processes import Processes, divided
 from jaxpipe.runtime.transfer import agree_on_programs
-from jaxpipe.schedule import FAMILIES, Action, CostProfile, Schedule, generate, simulate
+from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, generate, simulate
 from tests.support.bare_stages import bare_stages
 from tests.support.processes import run_in_threads
 from tests.support.rendezvous import left_over
@@ -66,8 +66,10 @@ def crossing_of(schedule: Schedule, rows: int, lanes: Lanes = TAGGED, slow_rank:
 
 @cache
 def lowered(schedule: Schedule, crossing: Crossing, ranks: range | None = None) -> tuple[Program, ...]:
-    """Return the programs that a process with ``ranks`` makes of a schedule, or all; lowering proves that they end."""
-    return lower(schedule, bare_stages(schedule.placement), crossing=crossing, ranks=ranks)
+    """Return the programs that a process with ``ranks`` makes of a schedule, or all, with the reduction of each stage; lowering
+    proves that they end."""
+    reduced = range(schedule.num_stages)
+    return lower(schedule, bare_stages(schedule.placement), crossing=crossing, ranks=ranks, reduced=reduced)
 
 
 @pytest.mark.parametrize("sizes", [SIZES[:1], pytest.param(SIZES, marks=pytest.mark.soak)], ids=["short", "all"])
@@ -110,32 +112,9 @@ Issued = list[tuple[int, int]]
 
 
 def issued(programs: Sequence[Program], crossing: Crossing, row: int) -> Issued:
-    """Return what a process of a row dispatches. A stage's reduction follows the last run that adds to its gradients, and what
-    that run sends; it is numbered behind the instructions of its rank (:func:`with_reductions`)."""
+    """Return what a process of a row dispatches."""
     local_programs = [p for p in programs if crossing.process_of[p.rank] == row]
-    order = [(local_programs[k].rank, at) for k, at in issue_order(local_programs, crossing.timeline)]
-    for program in local_programs:
-        for number, slots in enumerate(gradients(program)):
-            instructions = program.instructions
-            at = max(k for k, instruction in enumerate(instructions) if not slots.isdisjoint(reads(instruction)))
-            while at + 1 < len(instructions) and isinstance(instructions[at + 1], Send | Free):
-                at += 1
-            order.insert(order.index((program.rank, at)) + 1, (program.rank, len(instructions) + number))
-    return order
-
-
-def gradients(program: Program) -> list[set[int]]:
-    """Return the slots of the gradients of each stage of a rank."""
-    slots: dict[int, set[int]] = {}
-    for value, slot in program.results:
-        if value.kind == "acc":
-            slots.setdefault(value.stage, set()).add(slot)
-    return [slots[stage] for stage in sorted(slots)]
-
-
-def with_reductions(program: Program) -> Program:
-    runs = [Run(Action("R", k, 0), tuple(slots), tuple(slots)) for k, slots in enumerate(gradients(program))]
-    return with_instructions(program, (*program.instructions, *runs))
+    return [(local_programs[k].rank, at) for k, at in issue_order(local_programs, crossing.timeline)]
 
 
 def with_instructions(program: Program, instructions: Sequence[Instruction]) -> Program:
@@ -155,11 +134,11 @@ def left_on_grid(
     ranks, columns = len(programs), 1 + max(column for _, column in orders)
     played: list[Program] = []
     joint: dict[tuple[int, int], tuple[Any, int]] = {}
-    for column, program in product(range(columns), map(with_reductions, programs)):
+    for column, program in product(range(columns), programs):
         first = column * ranks
         instructions: list[Instruction] = []
         for at, i in enumerate(program.instructions):
-            if isinstance(i, Run) and columns > 1 and (runs_join or at >= len(programs[program.rank].instructions)):
+            if columns > 1 and (isinstance(i, Reduce) or (runs_join and isinstance(i, Run))):
                 joint[first + program.rank, at] = ((program.rank, str(i.action)), columns)
             if isinstance(i, Send):
                 i = replace(i, dst=first + i.dst)
@@ -181,7 +160,7 @@ def test_a_member_that_reduces_in_another_order_would_wait_for_ever() -> None:
     crossing = crossing_of(schedule, 1)
     programs = lowered(schedule, crossing)
     order = issued(programs, crossing, 0)
-    last = [k for k, (rank, at) in enumerate(order) if at >= len(programs[rank].instructions)]
+    last = [k for k, (rank, at) in enumerate(order) if isinstance(programs[rank].instructions[at], Reduce)]
     exchanged = [*order]
     exchanged[last[0]], exchanged[last[1]] = order[last[1]], order[last[0]]
     without = [pair for k, pair in enumerate(order) if k != last[0]]
@@ -247,7 +226,7 @@ def changed(programs: tuple[Program, ...], rank: int, kind: str, at: int) -> tup
     if kind == "instructions":
         instructions = exchanged(instructions, at)
     else:
-        runs = [k for k, i in enumerate(instructions) if isinstance(i, Run)]
+        runs = [k for k, i in enumerate(instructions) if isinstance(i, Run | Reduce)]
         del instructions[runs[at % len(runs)]]
     return (*programs[:rank], with_instructions(programs[rank], instructions), *programs[rank + 1 :])
 

@@ -269,17 +269,6 @@ class Assembly:
         return _instances(self.placement)
 
     @cached_property
-    def reduced(self) -> tuple[Instance, ...]:
-        """Return the (rank, stage) whose gradients are added up over several devices within the pipeline. Not those of stages
-        on several ranks and of tied leaves: there other ranks' gradients are added first, after it."""
-        tied = {s for tie in self.tied for s in (tie.owner_stage, tie.copy_stage)}
-        return tuple(
-            (ranks[0], s)
-            for s, ranks in self.instances.items()
-            if len(ranks) == 1 and s not in tied and self.rank_views[ranks[0]].rank.size > 1
-        )
-
-    @cached_property
     def tied(self) -> tuple[Tie, ...]:
         home = {name: f.stage for f in self.stages for name in f.layout.layers}
         return tuple(

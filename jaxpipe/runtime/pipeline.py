@@ -155,7 +155,7 @@ class Pipeline(Assembly):
         if timeline is not None and owned.divided:
             crossing = Crossing(owned.process_of, timeline, owned.lanes, _EARLY)
         parts_by, own_ranks = timeline if assembly.copies_in_parts else None, owned.ranks if owned.divided else None
-        reduced = [s for _, s in assembly.reduced]
+        reduced = [s for _, s in reduced_instances(assembly)]
         programs = lower(schedule, assembly.stages, braids, crossing, parts_by, own_ranks, reduced)
         platform = str(assembly.submeshes[0].devices.flat[0].platform)
         local_programs = [programs[rank] for rank in owned.ranks]
@@ -211,6 +211,11 @@ class Pipeline(Assembly):
     def issued(self) -> Schedule:
         """The schedule as programs follow it: with R of each of :attr:`reduced`."""
         return issued_order(self.schedule, self.stages, [s for _, s in self.reduced])
+
+    @property
+    def reduced(self) -> tuple[Instance, ...]:
+        """Return the (rank, stage) whose gradients programs add up: see :func:`reduced_instances`."""
+        return reduced_instances(self)
 
     @cached_property
     def order(self) -> tuple[tuple[int, int], ...]:
@@ -486,6 +491,17 @@ def _with_all_events(outputs: StepOutputs, processes: Processes, clock: tuple[fl
         step_s=max(ends) - first,
         clock_error_s=max(errors),
         process_seconds=[{(op, stage): op_s for op, stage, op_s in each} for each in seconds_of],
+    )
+
+
+def reduced_instances(assembly: Assembly) -> tuple[Instance, ...]:
+    """Return the (rank, stage) whose gradients are added up over several devices within the pipeline. Not those of stages on
+    several ranks and of tied leaves: there other ranks' gradients are added first, after it."""
+    tied = {s for tie in assembly.tied for s in (tie.owner_stage, tie.copy_stage)}
+    return tuple(
+        (ranks[0], s)
+        for s, ranks in assembly.instances.items()
+        if len(ranks) == 1 and s not in tied and assembly.rank_views[ranks[0]].rank.size > 1
     )
 
 

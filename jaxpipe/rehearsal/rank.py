@@ -148,7 +148,7 @@ def stand_in_inputs(
         acc[at] = pipeline.zeros(at)
         if values := batches(f, m, vocab_size):
             data[at] = values
-    keys = place_keys(jax.random.key(0, impl=THREEFRY), m, functions, pipeline.submeshes, pipeline.row_shards)
+    keys = place_keys(jax.random.key(0, impl=THREEFRY), m, functions, pipeline.function_views, pipeline.row_shards)
     jax.block_until_ready((params, acc, data, keys))
     return StepInputs(params, acc, data, keys)
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxpipe.axes import ROWS
 from jaxpipe.errors import ProgramError
@@ -151,11 +150,11 @@ def place_keys(
     key: jax.Array | None,
     count: int,
     functions: Mapping[Instance, StageFunctions],
-    submeshes: Sequence[Mesh],
+    views: Sequence[RankView],
     shards: range | None,
 ) -> dict[int, Sequence[jax.Array]]:
     """Make, for each rank that draws random numbers, the keys for each of ``count`` microbatches. ``shards``: as for
-    :func:`microbatch_keys`, those of its rows on ``submeshes``.
+    :func:`microbatch_keys`, those of its rows on the mesh of the rank's functions, in ``views``.
 
     Raises:
         ProgramError: a rank draws, and there is no ``key``, or it is no key.
@@ -168,9 +167,9 @@ def place_keys(
     if not isinstance(key, jax.Array | np.ndarray):
         raise ProgramError(f"the PRNG key is a {type(key).__name__}; make one of a seed with jax.random.key(seed)")
     keys = microbatch_keys(_threefry(key), count, shards)
-    homes = [device_sharded(submeshes[r], ROWS) for r in users]
-    flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))
-    return {r: [next(flat) for _ in keys] for r in users}
+    homes = [device_sharded(views[r].rank, ROWS) for r in users]
+    flat = iter(place([k for _ in users for k in keys], [h for h in homes for _ in keys]))
+    return {r: views[r].narrow([next(flat) for _ in keys]) for r in users}
 
 
 def _threefry(key: Any) -> Any:

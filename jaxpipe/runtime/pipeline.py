@@ -308,7 +308,7 @@ class Pipeline(Assembly):
         them."""
         microbatches = self.schedule.num_microbatches
         data = self.placed_data(params, batch, microbatches)
-        keys = place_keys(key, microbatches, self._own_functions, self.submeshes, self.row_shards)
+        keys = place_keys(key, microbatches, self._own_functions, self.function_views, self.row_shards)
         return StepInputs(params, acc, data, keys)
 
     def loss_and_grads(

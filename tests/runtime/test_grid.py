@@ -33,6 +33,7 @@ V_SHAPED = {"ranks": 2, "schedule": "v-half", "dp": 2, "dropout": 0.1}
 OFFLOADED = {"ranks": 2, "schedule": "po-f", "dp": 2, "tp": 2, "zero1": True}
 TENSOR = {"ranks": 2, "schedule": "stp", "tp": 2, "dropout": 0.1}
 CONTEXT = {"ranks": 2, "schedule": "zb-1p", "cp": 2}
+EXPERTS = {"ranks": 2, "layers": 2, "schedule": "zb-1p", "dp": 2, "ep": 2, "dropout": 0.1, "zero1": True}
 MANY: list[dict[str, Any]] = [
     {"ranks": 2, "dp": 4, "size": 4, "schedule": "1f1b", "dropout": 0.1},
     {"ranks": 2, "dp": 4, "size": 4, "schedule": "v-zb", "dtype": "bfloat16"},
@@ -115,6 +116,19 @@ def test_more_schedules_with_dp_over_two_processes_have_the_bits_of_one() -> Non
 
 def test_tp_over_two_processes_has_the_bits_of_one() -> None:
     assert_same_bits(in_columns([TENSOR], 2), 2)
+
+
+def test_experts_over_two_processes_have_the_bits_of_one() -> None:
+    assert_same_bits(in_columns([EXPERTS], 2), 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("number", "columns"), [(2, 1), (2, 2), (4, 2), (4, 4)])
+def test_experts_on_any_grid_have_the_bits_of_one_process(number: int, columns: int) -> None:
+    wide = {**EXPERTS, "dp": 4, "size": 4, "dtype": "bfloat16"}
+    cases = [{**wide, "schedule": "v-zb", "layers": 4}, {**wide, "ep": 4, "zero1": False}]
+    cases += [{**EXPERTS, "schedule": "stp", "layers": 4, "tp": 2}] if columns < 4 else []
+    assert_same_bits([{**case, "columns": columns} for case in cases], number)
 
 
 @pytest.mark.soak

@@ -29,6 +29,7 @@ def steps(
     tied: bool = True,
     dropout: float = 0.0,
     dp: int = 1,
+    ep: int = 0,
     columns: int = 0,
     size: int = SIZE,
     cp: int = 1,
@@ -44,8 +45,8 @@ def steps(
 ) -> dict[str, str]:
     """Train some steps; return by layer a digest of its parameters and optimizer state, by name the bits of loss, norm and
     held-out loss. ``folder``: of checkpoints, to go on from and to save to; ``saved``: of folders of checkpoints to save to, by
-    the number of processes. ``measured``: by measured costs, whose digest
-    is told, too. ``ahead``: several processes begin each step early, after the first; of the steps before the last, one is
+    the number of processes. ``measured``: by measured costs, whose digest is told, too. ``ep``: a mixture of experts, over so
+    many of dp. ``ahead``: several processes begin each step early, after the first; of the steps before the last, one is
     clipped and one is not finite."""
     import jax
     import numpy as np
@@ -64,16 +65,20 @@ def steps(
     from jaxpipe.train.step import TrainStep
     from jaxpipe.train.trainer import Trainer
     from models.gpt import GPT
+    from models.moe import MoE
 
-    model = GPT(vocab_size=32, d_model=16, num_layers=layers, num_heads=2, seq_len=8, tied=tied, dropout=dropout)
-    processes.arrange(ranks, RankMesh(dp=dp, cp=cp, tp=tp), columns)
+    sizes: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "num_layers": layers, "num_heads": 2, "seq_len": 8}
+    model = (
+        MoE(**sizes, num_experts=4, expert_size=8, dropout=dropout) if ep else GPT(**sizes, tied=tied, dropout=dropout)
+    )
+    mesh = RankMesh(dp=dp, ep=ep or 1, cp=cp, tp=tp, cp_method="ring", sequence=ep > 0 and tp > 1)
+    processes.arrange(ranks, mesh, columns)
     pipe = Pipeline.build(
         model,
         parse_schedule(schedule) if "\n" in schedule else generate(schedule, ranks, M, **options),
         microbatch_size=size,
         compute_dtype=dtype,
-        dp=dp,
-        tp=RankMesh(tp=tp, cp=cp, cp_method="ring"),
+        tp=mesh,
         recompute=recompute,
         offload=OffloadOptions(1.0, None, True),
         devices=devices_of(PipelineConfig(ranks=ranks, dp=dp, cp=cp, tp=tp), "cpu", processes),

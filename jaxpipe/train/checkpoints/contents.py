@@ -39,7 +39,7 @@ import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError
-from jaxpipe.train.checkpoints.leaves import Leaf, LeafKey, Piece, Ranges, Snapshot, dtype_of
+from jaxpipe.train.checkpoints.leaves import Leaf, Piece, Ranges, Snapshot, dtype_of
 from jaxpipe.train.checkpoints.orbax_trees import read_tree, stored_values, write_tree
 
 FORMATS = (1, 2, 3)
@@ -82,9 +82,14 @@ def manifest_text(manifest: Manifest) -> str:
         "eval_loss": manifest.eval_loss,
         "meta": manifest.meta,
         "layers": manifest.layers,
-        "leaves": {group: [_leaf_to_json(leaf) for leaf in leaves] for group, leaves in manifest.leaves.items()},
     }
-    return json.dumps(body, indent=1, allow_nan=False) + "\n"
+    # A line for each leaf, which a person can look for; indented in full, as many pieces take ten times as long to write.
+    lines = {
+        group: ",\n".join(json.dumps(_leaf_to_json(leaf)) for leaf in leaves)
+        for group, leaves in manifest.leaves.items()
+    }
+    listed = ",\n".join(f"{json.dumps(group)}: [\n{text}\n]" for group, text in lines.items())
+    return f'{json.dumps(body, indent=1, allow_nan=False)[:-2]},\n "leaves": {{\n{listed}\n}}\n}}\n'
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -129,31 +134,49 @@ def parse_manifest(data: bytes) -> Manifest:
     return Manifest(step, loss if finite else None, meta, version, *_groups(body))
 
 
-def merged(parts: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of a whole checkpoint, from those of the parts that processes have written. Of arrays that several
-    have, the first counts.
+def merged(parts: Sequence[bytes]) -> Manifest:
+    """Return the manifest of a whole checkpoint, from the bytes of those that processes have written of their parts. Of arrays
+    that several have, the first counts.
 
     Raises:
         ValueError: two have different arrays under one name, or elements of one are in no part.
     """
-    layers: dict[str, tuple[str, ...]] = {}
-    leaves: dict[str, tuple[Leaf, ...]] = {}
-    for group in {group: None for part in parts for group in part.layers}:
-        layers[group] = tuple({layer: None for part in parts for layer in part.layers.get(group, ())})
-        first_of: dict[LeafKey, Leaf] = {}
-        pieces_of: dict[LeafKey, dict[Ranges, Piece]] = {}
-        for number, part in enumerate(parts):
-            for leaf in part.leaves.get(group, ()):
-                first, pieces = first_of.setdefault(leaf.key, leaf), pieces_of.setdefault(leaf.key, {})
-                for piece in leaf.pieces:
-                    other = pieces.setdefault(piece.ranges, replace(piece, part=number))
-                    if replace(other, part=None) != piece or replace(first, pieces=leaf.pieces) != leaf:
-                        owner = other.part if other.part != number else next(iter(pieces.values())).part
-                        raise ValueError(f"{group}: {leaf.name} of process {number} is not that of process {owner}")
-        leaves[group] = tuple(replace(leaf, pieces=tuple(pieces_of[key].values())) for key, leaf in first_of.items())
-        if problem := next(filter(None, (leaf.problem for leaf in leaves[group])), ""):
+    # On JSON: 1,000 parts have 200,000 pieces of a few leaves, which are checked once. What is kept of a piece are tuples of
+    # numbers and text, which Python's garbage collector does not visit again and again.
+    layers: dict[str, dict[str, None]] = {}
+    leaves_of: dict[str, dict[str, tuple[dict[str, Any], dict[Ranges, tuple[int, str]]]]] = {}
+    for number, body in enumerate(map(json.loads, parts)):
+        for group, records in body["leaves"].items():
+            layers.setdefault(group, {}).update(dict.fromkeys(body["layers"][group]))
+            leaves = leaves_of.setdefault(group, {})
+            for record in records:
+                pieces = record.pop("pieces", None) or [{"sha256": record.pop("sha256")}]
+                first, pieces_of = leaves.setdefault(f"{record['layer']} {record['path']}", (record, {}))
+                for piece in pieces:
+                    mine = number, piece["sha256"]
+                    other = pieces_of.setdefault(tuple(map(tuple, piece.get("ranges", ()))), mine)
+                    if other[1] != mine[1] or first != record:
+                        owner = next(n for n, _ in (other, *pieces_of.values()) if n != number)
+                        name = _leaf_from_json({**record, **_with_pieces([piece])}).name
+                        raise ValueError(f"{group}: {name} of process {number} is not that of process {owner}")
+
+    def records_of(group: str) -> Iterator[dict[str, Any]]:
+        for record, pieces_of in leaves_of[group].values():
+            listed = [
+                {"ranges": ranges, "part": part, "sha256": digest} if ranges else {"part": part, "sha256": digest}
+                for ranges, (part, digest) in pieces_of.items()
+            ]
+            yield {**record, **_with_pieces(listed)}
+
+    group_layers, all_leaves = _groups({"layers": layers, "leaves": {group: records_of(group) for group in leaves_of}})
+    for group, group_leaves in all_leaves.items():
+        if problem := next(filter(None, (leaf.problem for leaf in group_leaves)), ""):
             raise ValueError(f"{group}: {problem}")
-    return replace(parts[0], layers=layers, leaves=leaves)
+    return replace(parse_manifest(parts[0]), layers=group_layers, leaves=all_leaves)
+
+
+def _with_pieces(pieces: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return {"pieces": pieces} if "ranges" in pieces[0] else pieces[0]
 
 
 def strict_json(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +212,7 @@ def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
     if leaf.split is not None:
         record["split"] = leaf.split
     pieces = [_piece_to_json(piece) for piece in leaf.pieces]
-    return {**record, **(pieces[0] if not leaf.pieces[0].ranges else {"pieces": pieces})}
+    return {**record, **_with_pieces(pieces)}
 
 
 def _piece_to_json(piece: Piece) -> dict[str, Any]:
@@ -227,9 +250,9 @@ def _leaf_from_json(record: Mapping[str, Any]) -> Leaf:
 
 
 def _piece_from_json(record: Mapping[str, Any]) -> Piece:
-    ranges = tuple((start, stop) for start, stop in record.get("ranges", ()))
+    ranges = tuple(map(tuple, record.get("ranges", ())))
     piece = Piece(record.get("part"), ranges, record["sha256"])
-    counted = all(type(start) is int and type(stop) is int and start < stop for start, stop in ranges)
+    counted = all(type(start) is type(stop) is int and start < stop for start, stop in ranges)
     written = piece.part is None or (type(piece.part) is int and 0 <= piece.part < _LARGEST)
     if not (counted and written and _SHA256.fullmatch(piece.sha256)):
         raise ValueError(f"a piece is {record!r:.60}")
@@ -303,7 +326,7 @@ def join_parts(folder: Path, number: int) -> None:
     for part in parts:
         sums |= {f"{part.name}/{name}": digest for name, digest in _read_sums(part).items()}
         sums[f"{part.name}/{SUMS}"] = _file_sha256(part / SUMS)
-    manifest = merged([read_manifest_of(part) for part in parts])
+    manifest = merged([_manifest_bytes(part) for part in parts])
     (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
     _write_sums(folder, sums | {MANIFEST: _file_sha256(folder / MANIFEST, flush=True)})
     flush_directory(folder)
@@ -327,17 +350,21 @@ def verify_rest(folder: Path, places: Collection[str]) -> None:
 
 def read_manifest_of(folder: Path) -> Manifest:
     """Read ``checkpoint.json`` after comparing it with its checksum. Raises CheckpointError, as :func:`verify_files` does."""
+    try:
+        return parse_manifest(_manifest_bytes(folder))
+    except OtherFormatError as error:
+        raise OtherFormatError(f"checkpoint {folder} {error}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {MANIFEST}: {error}") from None
+
+
+def _manifest_bytes(folder: Path) -> bytes:
     expected = _read_sums(folder)[MANIFEST]
     with _opened(folder, MANIFEST) as file:
         data = file.read()
     if hashlib.sha256(data).hexdigest() != expected:
         raise _mismatch(folder, MANIFEST, len(data))
-    try:
-        return parse_manifest(data)
-    except OtherFormatError as error:
-        raise OtherFormatError(f"checkpoint {folder} {error}") from None
-    except ValueError as error:
-        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {MANIFEST}: {error}") from None
+    return data
 
 
 def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], others: Sequence[Leaf] = ()) -> list[np.ndarray]:

@@ -166,6 +166,7 @@ def expert_block(config: MoEConfig, rotary: bool) -> Layer:
         layer,
         apply=partial(_without_routing, partial(with_own_heads, layer.apply, config)),
         matrices={**attention_matrices(config), **experts, **shared},
+        experts={("gate_up",): config.top_k, ("down",): config.top_k},
         float32=_is_of_router,
         trainable=_is_trained if config.router_bias else None,
     )

@@ -114,9 +114,9 @@ def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int
     return convert
 
 
-def amount(name: str, *, most: float = math.inf, zero: bool = True) -> Callable[[str], float]:
-    """Return the type of a flag for a finite ``name`` from 0 (or above 0, if not ``zero``) to ``most``."""
-    low = "at least 0" if zero else "above 0"
+def amount(name: str, *, least: float = 0, most: float = math.inf, zero: bool = True) -> Callable[[str], float]:
+    """Return the type of a flag for a finite ``name`` from ``least`` (or above 0, if not ``zero``) to ``most``."""
+    low = f"at least {least:g}" if zero else "above 0"
     expected = f"want a number {low}" + (f" and at most {most:g}" if most < math.inf else "")
 
     def convert(text: str) -> float:
@@ -124,7 +124,7 @@ def amount(name: str, *, most: float = math.inf, zero: bool = True) -> Callable[
             value = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{name} {text!r} is not a number; {expected}") from None
-        if not math.isfinite(value) or value < 0 or value > min(most, 1e15) or (value == 0 and not zero):
+        if not math.isfinite(value) or value < least or value > min(most, 1e15) or (value == 0 and not zero):
             raise argparse.ArgumentTypeError(f"{name} is {text}; {expected}")
         return value
 

@@ -130,6 +130,8 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_value(parser, "--memory-limit-gb", "GB", flags.amount("memory limit", zero=False), text)
     for flag, text in _EFFICIENCIES.values():
         flags.add_value(parser, flag, "X", flags.amount(flag.strip("-"), most=1, zero=False), text)
+    text = "rows that the device with the most gets for its experts ÷ the mean (default 1)"
+    flags.add_value(parser, "--imbalance", "X", flags.amount("imbalance", least=1), text, 1.0)
 
 
 def config_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -167,6 +169,7 @@ def machine_of(
     if target.name != "cpu" and args.memory_fraction is None:
         efficiencies["memory"] = memory_fraction(config.run.machine.memory_fraction)
     efficiency = Efficiency(**{name: x for name, x in efficiencies.items() if x is not None})
+    efficiency = replace(efficiency, imbalance=args.imbalance)
     return (
         target,
         efficiency,

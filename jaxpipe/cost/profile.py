@@ -185,12 +185,14 @@ _BYTES = (
 
 class Exchange(NamedTuple):
     """A collective of a function: its ``primitive``, the bytes of the whole array, the ``devices`` that take part, and among
-    how many consecutive devices these lie (``span``): an axis' neighbours are as far apart as inner axes have devices."""
+    how many consecutive devices these lie (``span``): an axis' neighbours are as far apart as inner axes have devices.
+    ``of_experts``: it moves rows to experts, or their results back."""
 
     primitive: str
     whole_bytes: float
     devices: int
     span: int
+    of_experts: bool = False
 
 
 Exchanges = Mapping[Exchange, float]
@@ -199,9 +201,9 @@ Exchanges = Mapping[Exchange, float]
 
 @dataclass(frozen=True, slots=True)
 class StageSizes:
-    """The sizes of a stage that a profile takes beside seconds. Bytes per device, as in :class:`StageFunctions`; ``acc_bytes``:
-    of gradient accumulators; ``passing``: of the boundaries that an op passes on, by op. ``exchanges``: the collectives of F, B
-    and W."""
+    """The sizes of a stage that a profile takes beside seconds. Bytes per device, as in :class:`StageFunctions`;
+    ``acc_bytes_by_kind``: of gradient accumulators, by the kind of buffer; ``passing``: of the boundaries that an op passes on,
+    by op. ``exchanges``: the collectives of F, B and W."""
 
     residual_bytes: float
     w_residual_bytes: float
@@ -209,7 +211,7 @@ class StageSizes:
     offloadable_bytes: float
     boundary_bytes: float
     param_bytes: float
-    acc_bytes: float
+    acc_bytes_by_kind: Mapping[str, float]
     passing: Mapping[str, float]
     exchanges: Mapping[str, Exchanges]
 
@@ -217,12 +219,20 @@ class StageSizes:
     def of(cls, stage: StageFunctions) -> StageSizes:
         """Take the sizes of a stage's functions."""
         functions = {op: f for op, f in stage.functions.items() if op in ("F", "B", "W")}
+        acc_bytes = dict.fromkeys(stage.layout.kinds, 0.0)
+        for kind, aval in zip(stage.layout.kinds, stage.acc_avals, strict=False):
+            acc_bytes[kind] += total_device_bytes([aval])
         return cls(
             **{name: float(getattr(stage, name)) for name in _BYTES},
-            acc_bytes=float(total_device_bytes(stage.acc_avals)),
+            acc_bytes_by_kind=acc_bytes,
             passing={op: float(passing_bytes(stage, f)) for op, f in stage.functions.items()},
             exchanges={op: Counter(_exchanges(f)) for op, f in functions.items()},
         )
+
+    @property
+    def acc_bytes(self) -> float:
+        """Bytes of gradient accumulators."""
+        return sum(self.acc_bytes_by_kind.values())
 
     def exchange_s(self, op: str, seconds_of: Callable[[Exchange], float]) -> float:
         """Estimate the seconds of the collectives of one function."""
@@ -237,7 +247,8 @@ def _exchanges(function: StageFunction) -> Iterator[Exchange]:
         several = [axis for axis in axes if axis in c.axes and sizes[axis] > 1]
         if several:
             span = math.prod(sizes[axis] for axis in axes[axes.index(several[0]) :])
-            yield Exchange(c.primitive, c.whole_bytes, math.prod(sizes[axis] for axis in several), span)
+            devices = math.prod(sizes[axis] for axis in several)
+            yield Exchange(c.primitive, c.whole_bytes, devices, span, c.of_experts)
 
 
 def sizes_of(stages: Sequence[StageFunctions]) -> tuple[StageSizes, ...]:

@@ -2,15 +2,19 @@
 
 Assumed: AdamW with float32 moments; float32 master parameters and gradient accumulators beside parameters in the compute dtype
 (with float32 compute there are no separate masters): 18 bytes a parameter in bfloat16, 16 in float32, as the runtime keeps
-them and as Megatron-LM does. No data parallelism, so no sharded optimizer. Batch arrays, keys and losses are left out
+them and as Megatron-LM does. Batch arrays, keys and losses are left out
 (megabytes). The update reads and writes its state once at the memory's bandwidth. Gradients are reduced over dp once a step, by
 a ring: those of a stage behind its last W (R, :mod:`~jaxpipe.schedule.passes.reductions`), on the compute lane, as the runtime
 does; with several flows after the pipeline. With ZeRO-1 parameters are gathered at the end of the update. With
 post-validation, which is taken to be right always, a step takes the longest span of a rank
 (:mod:`jaxpipe.schedule.simulate`), the update reads its state once more, and parameters in float32 exist twice.
 
+*Experts.* Buffers are static, so memory is exact, and their products and exchanges take as long as the rows they have room for;
+``Efficiency.imbalance`` beyond that lengthens both, as buffers for it would. Which of a device's rows go over NVLink and which
+over the network is as even choices have it.
+
 MFU counts the products of the forward three times (forward and backward, recomputation not), as Narayanan et al. 2021 do,
-over the step and the dense peak of the compute dtype.
+over the step and the dense peak of the compute dtype; of experts those of the rows that are sent to them, not of their buffers.
 
 The file begins with the costs of stages on a target, and goes on with the prediction.
 """
@@ -22,15 +26,15 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 
-from jaxpipe.axes import DATA
+from jaxpipe.axes import BUFFER_AXES, DATA, ROWS, BufferKind
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.cost.profile import Exchange, cost_profile
+from jaxpipe.cost.profile import Exchange, StageSizes, cost_profile
 from jaxpipe.cost.seconds import LEAST_S, ops_of
 from jaxpipe.planning.roofline import Efficiency, Work
-from jaxpipe.planning.stages import PlannedStage, StageCosts, planner
+from jaxpipe.planning.stages import ExpertRows, PlannedStage, StageCosts, planner
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, HostLink, Link, MemoryCurve, Placement, Schedule, Timeline, op_spec
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
@@ -50,15 +54,27 @@ from jaxpipe.train.settings.sections import PipelineConfig
 
 
 def planned_costs(
-    stages: Sequence[PlannedStage], pipe: PipelineConfig, target: Target, efficiency: Efficiency, limit_bytes: float
+    stages: Sequence[PlannedStage],
+    pipe: PipelineConfig,
+    target: Target,
+    efficiency: Efficiency,
+    limit_bytes: float,
+    room: float = 1.0,
 ) -> CostProfile:
     """Return the cost profile of planned stages: seconds by roofline, bytes from shapes, links of the target.
-    ``limit_bytes``: what arrays may fill on a device. F and B are taken to need equally long collectives, which they do but
-    for an embedding and a head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer state."""
+    ``limit_bytes``: what arrays may fill on a device. ``room``: of experts' buffers, in means of the rows; products and
+    exchanges take whole buffers, so an imbalance costs what is beyond. F and B are taken to need equally long collectives,
+    which they do but for an embedding and a head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer
+    state."""
     sizes = [s.sizes for s in stages]
-    f, b, w = ([x.exchange_s(op, partial(exchange_s, target, efficiency)) for x in sizes] for op in ("F", "B", "W"))
+    crowded = max(1.0, efficiency.imbalance / room)
+
+    def collective_s(exchange: Exchange) -> float:
+        return exchange_s(target, efficiency, exchange) * (crowded if exchange.of_experts else 1)
+
+    f, b, w = ([x.exchange_s(op, collective_s) for x in sizes] for op in ("F", "B", "W"))
     work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
-    seconds = {op: [max(LEAST_S, x.seconds) for x in row] for op, row in work.items()}
+    seconds = {op: [max(LEAST_S, x.seconds + (crowded - 1) * x.expert_s) for x in row] for op, row in work.items()}
     # collectives of F and B are in ``tp_comm_s``, which braids can hide; nothing hides the gathers of what W recomputes
     for op in ("W", "BW"):
         seconds[op] = [x + gathers for x, gathers in zip(seconds[op], w, strict=True)]
@@ -66,14 +82,14 @@ def planned_costs(
         sizes,
         seconds,
         workspace={op: [s.workspace.get(op, 0.0) for s in stages] for op in work},
-        state_bytes=[s.state_bytes / (pipe.dp if pipe.sharding.zero1 else 1) for s in stages],
+        state_bytes=[sum(n / _zero_parts(pipe, kind) for kind, n in s.state_bytes.items()) for s in stages],
         link=link_of(target, efficiency),
         links=near_links(target, efficiency, pipe),
         host=host_link(target, efficiency, pipe),
         memory_limit_bytes=(limit_bytes,) * pipe.ranks,
         tp_comm_s=tuple((x + y) / 2 for x, y in zip(f, b, strict=True)),
-        reduce_s=tuple(reduction_s(x.acc_bytes, target, efficiency, pipe) for x in sizes),
-        gather_s=tuple(gather_s(x.param_bytes, target, efficiency, pipe) for x in sizes),
+        reduce_s=tuple(reduction_s(x, target, efficiency, pipe) for x in sizes),
+        gather_s=tuple(gather_s(x, target, efficiency, pipe) for x in sizes),
         net_overlaps=False,
         source=f"roofline of {target.name}, {efficiency.matmul_of(target):g} of peak, "
         f"{efficiency.bandwidth:g} of memory bandwidth",
@@ -122,7 +138,7 @@ def link_between(a: int, b: int, target: Target, efficiency: Efficiency, pipe: P
 def exchange_s(target: Target, efficiency: Efficiency, exchange: Exchange) -> float:
     """Return the seconds of a collective of layers: a ring over the slowest link between its devices. In an all-to-all each
     device sends to every other one: to those of its node over the links inside, and at the same time to the others."""
-    name, whole_bytes, devices, span = exchange
+    name, whole_bytes, devices, span, _ = exchange
 
     def over(link: Link, sent_bytes: float, parts: float) -> float:
         rates = UnitCosts(link_bytes_per_s=link.bytes_per_s, link_latency_s=link.latency_s)
@@ -145,7 +161,8 @@ class Prediction:
     fill on a device. ``fused_attention``: whether any stage runs cuDNN's kernel. ``remarks``: lines about stages, such as a
     recompute policy that finds nothing to do. ``update_s``: seconds of the update as configured; ``late_update_s``: with
     post-validation. ``model_flops``: three times the products of the forward, of attention what the mask leaves where a kernel
-    computes it; ``peers_flops``: with attention counted whole (:data:`~jaxpipe.stage.jaxprs.PEERS`).
+    computes it, of experts the rows that they are sent; ``peers_flops``: with attention counted whole
+    (:data:`~jaxpipe.stage.jaxprs.PEERS`). ``active_params``: of ``num_params`` those that a position meets.
     """
 
     config: TrainConfig
@@ -161,6 +178,8 @@ class Prediction:
     model_flops: float
     peers_flops: float
     num_params: int
+    active_params: int
+    experts: ExpertRows | None
     fused_attention: bool
     remarks: tuple[str, ...] = ()
 
@@ -230,6 +249,7 @@ class PricedPlan:
     stages: tuple[PlannedStage, ...]
     costs: CostProfile
     custom_ops: tuple[str, ...] = ()
+    experts: ExpertRows | None = None
 
     def update_s(
         self, config: TrainConfig, stage_costs: StageCosts, placement: Placement, held_bytes: Sequence[float]
@@ -284,14 +304,16 @@ def price_plan(
     pipe, size = config.pipeline, config.microbatch_size // config.pipeline.dp
     stages = stage_costs.stages(plan.cut, pipe.recompute, size, pipe.offload.fraction)
     stages = stage_costs.compiled(stages, ops if compile_stages else ())
-    costs = planned_costs(stages, pipe, stage_costs.target, stage_costs.efficiency, limit_bytes)
+    experts = stage_costs.expert_rows(stages, config)
+    room = 1.0 if experts is None else experts.room
+    costs = planned_costs(stages, pipe, stage_costs.target, stage_costs.efficiency, limit_bytes, room)
     if _keeps_old_params(config):
         twice = [n + s.sizes.acc_bytes for n, s in zip(costs.optimizer_bytes, stages, strict=True)]
         costs = replace(costs, optimizer_bytes=tuple(twice))
     custom_ops = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
     for op in custom_ops:
         costs = costs.with_values(op_spec(op).cost, (0.0,) * costs.num_stages)
-    return PricedPlan(plan, stages, costs, tuple(custom_ops))
+    return PricedPlan(plan, stages, costs, tuple(custom_ops), experts)
 
 
 def predict(
@@ -325,9 +347,14 @@ def predict(
     memory, activations = _memory(graph, timeline, stages, costs)
     update_s, late_update_s = priced_plan.update_s(config, stage_costs, schedule.placement, timeline.static_bytes)
     detached = schedule.placement.detached  # their F makes a part of the backward; W is one product, as the forward is
-    forward = sum(s.work["W" if k in detached else "F"].flops for k, s in enumerate(stages))
-    flops = 3 * forward * pipe.microbatches * pipe.mesh.num_devices
+    forward = [s.work["W" if k in detached else "F"] for k, s in enumerate(stages)]
+    # of experts' buffers the mean of the rows is work of the model
+    experts = priced_plan.experts
+    idle = 0.0 if experts is None else sum(x.expert_flops for x in forward) * (1 - 1 / experts.room)
+    passes = 3 * pipe.microbatches
+    flops = passes * pipe.mesh.num_devices * (sum(x.flops for x in forward) - idle)
     fuses_attention = any(s.fuses_attention for s in stages)
+    num_params = sum(s.num_params for s in priced_plan.plan.stages)
     return Prediction(
         config=config,
         target=stage_costs.target,
@@ -340,10 +367,13 @@ def predict(
         update_s=update_s,
         late_update_s=late_update_s,
         model_flops=flops,
-        peers_flops=_peers_flops(ById(stage_costs.model.stored), config.microbatch_size) * pipe.microbatches
+        peers_flops=passes
+        * (_peers_flops(ById(stage_costs.model.stored), config.microbatch_size) - pipe.mesh.num_devices * idle)
         if fuses_attention
         else flops,
-        num_params=sum(s.num_params for s in priced_plan.plan.stages),
+        num_params=num_params,
+        active_params=num_params - round(sum((1 - k / leaf.shape[0]) * leaf.size for leaf, k in stage_costs.experts)),
+        experts=experts,
         fused_attention=fuses_attention,
         remarks=(
             *remarks([s.functions for s in stages]),
@@ -354,7 +384,7 @@ def predict(
 
 @lru_cache(maxsize=16)
 def _peers_flops(model: ById, microbatch_size: int) -> float:
-    return 3 * sum(analytic_layer_costs(model.value, microbatch_size, attention=PEERS))
+    return sum(analytic_layer_costs(model.value, microbatch_size, attention=PEERS))
 
 
 def _keeps_old_params(config: TrainConfig) -> bool:
@@ -412,18 +442,34 @@ def _memory(
     return tuple(memory), tuple(curve.peak for curve in curves)
 
 
-def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
-    """Return the seconds of a ring all-reduce of ``gradient_bytes`` over the devices that have other data; with ZeRO-1 of a
-    reduce-scatter over dp, and an all-reduce of the pieces over the rest."""
-    dp, n = pipe.dp, math.prod(pipe.mesh.sizes[axis] for axis in DATA)
-    parts = (dp - 1) / dp + 2 * (n / dp - 1) / n if pipe.sharding.zero1 else 2 * (n - 1) / n
-    return parts * gradient_bytes / link_of(target, efficiency, pipe.mesh.num_devices).bytes_per_s
+def reduction_s(sizes: StageSizes, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
+    """Return the seconds of a ring all-reduce of each gradient over the devices that have the same parameter and other data;
+    with ZeRO-1 of a reduce-scatter over those with other rows, and an all-reduce of the pieces over the rest."""
+    seconds = 0.0
+    for kind, acc_bytes in sizes.acc_bytes_by_kind.items():
+        rows, n = _zero_parts(pipe, kind), math.prod(pipe.mesh.sizes[axis] for axis in _data_axes(kind))
+        parts = (rows - 1) / rows + 2 * (n / rows - 1) / n
+        seconds += parts * acc_bytes / link_of(target, efficiency, pipe.mesh.num_devices).bytes_per_s
+    return seconds
 
 
-def gather_s(param_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
-    """Return the seconds of ZeRO-1's all-gather of ``param_bytes`` of updated parameters over dp, 0 without."""
-    parts = (pipe.dp - 1) / pipe.dp if pipe.sharding.zero1 else 0.0
-    return parts * param_bytes / link_of(target, efficiency, pipe.mesh.num_devices).bytes_per_s
+def gather_s(sizes: StageSizes, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
+    """Return the seconds of ZeRO-1's all-gather of updated parameters over the devices with other rows, 0 without."""
+    rows = {kind: _zero_parts(pipe, kind) for kind in sizes.acc_bytes_by_kind}
+    # accumulators are as large as parameters, or larger by the same factor
+    parts = sum(n / sizes.acc_bytes * (1 - 1 / rows[kind]) for kind, n in sizes.acc_bytes_by_kind.items() if n)
+    return parts * sizes.param_bytes / link_of(target, efficiency, pipe.mesh.num_devices).bytes_per_s
+
+
+def _data_axes(kind: BufferKind) -> list[str]:
+    """Return the axes along which devices have other data, and the same parameters of this kind."""
+    return [axis for axis in DATA if axis not in BUFFER_AXES[kind].divided]
+
+
+def _zero_parts(pipe: PipelineConfig, kind: BufferKind) -> int:
+    """Return into how many parts ZeRO-1 divides state of this kind of buffer; 1 without."""
+    sizes = pipe.mesh.sizes
+    return math.prod(sizes[axis] for axis in _data_axes(kind) if axis in ROWS) if pipe.sharding.zero1 else 1
 
 
 def _value_at(curve: MemoryCurve, at: float) -> float:

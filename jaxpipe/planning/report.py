@@ -11,7 +11,7 @@ from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.space import Space, Suggestion, Suggestions, TuneResult, TuneTrial, shown
-from jaxpipe.planning.stages import StageCosts
+from jaxpipe.planning.stages import ExpertRows, StageCosts
 from jaxpipe.planning.targets import target_json
 from jaxpipe.text import aligned, format_bytes, format_seconds, mfu_text
 
@@ -36,7 +36,10 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
     if pipe.cp > 1:
         tp += f"; cp={pipe.cp}: positions of each sequence divided, attention by {pipe.sharding.cp_method}"
     if pipe.dp > 1:
-        tp += f"; dp={pipe.dp}, gradients of a stage reduced behind its last W" + ", ZeRO-1" * pipe.sharding.zero1
+        tp += (
+            f"; dp={pipe.dp}" + f" (ep={pipe.ep})" * (pipe.ep > 1) + ", gradients of a stage reduced behind its last W"
+        )
+        tp += ", ZeRO-1" * pipe.sharding.zero1
     attention = f"softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept"
     if pipe.cp > 1 and pipe.sharding.cp_method == "ring":
         attention = "block by block on the plain XLA path; the backward pass computes scores again"
@@ -50,6 +53,17 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
         f"{target.memory_bytes_per_s / 1e9:g} GB/s × {e.bandwidth:g}, links × {e.link:g}, host × {e.host:g}{tp}",
         f"workspace: {workspace}",
         *(["post-validation: no step is clipped"] if pipe.passes.post_validation != "off" else []),
+        *([] if p.experts is None else [_experts(p.experts, e.imbalance)]),
+    )
+
+
+def _experts(rows: ExpertRows, imbalance: float) -> str:
+    """Say what a device receives for its experts, and what an uneven choice costs."""
+    lost = f", which seconds are of; beyond {rows.room:.3g} a run drops rows" if imbalance > rows.room * 1.001 else ""
+    return (
+        f"experts: {rows.top_k} of {rows.num_experts} a position, {rows.mean:,.0f} rows a device, layer and microbatch; "
+        f"buffers for {rows.room:.3g} × as many ({format_bytes(rows.room * rows.mean * rows.row_bytes)}), in the worst case "
+        f"{rows.worst / rows.mean:.3g} × ({format_bytes(rows.worst * rows.row_bytes)}); imbalance {imbalance:g}{lost}"
     )
 
 
@@ -63,7 +77,7 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
     pipe, config = p.config.pipeline, p.config
     worst = p.worst
     head = [
-        f"{config.model.target}, {_count(p.num_params)} parameters, {p.schedule.name} on {pipe.ranks} ranks "
+        f"{config.model.target}, {_parameters(p)}, {p.schedule.name} on {pipe.ranks} ranks "
         f"({p.devices} devices), {pipe.microbatches} microbatches of {config.run.batch // pipe.microbatches} × "
         f"{config.data.seq_len} tokens",
         f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {format_bytes(worst.peak_bytes)} of "
@@ -127,6 +141,7 @@ def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
         "devices": p.devices,
         "microbatches": p.schedule.num_microbatches,
         "num_params": p.num_params,
+        "active_params": p.active_params,
         "limit_bytes": p.limit_bytes,
         **_reached(p),
         "peak_activation_bytes": max(p.activation_bytes),
@@ -170,7 +185,7 @@ def tuned_text(tuned: TuneResult, space: Space) -> str:
     status_counts = ", ".join(f"{n:,} {status}" for status, n in counts.items())
     early = f" ({tuned.stopped}: {counts['not reached']:,} candidates were not reached)" if tuned.stopped else ""
     head = [
-        f"{p.config.model.target}, {_count(p.num_params)} parameters on {space.devices} of {p.target.description}, "
+        f"{p.config.model.target}, {_parameters(p)} on {space.devices} of {p.target.description}, "
         f"batch {p.config.run.batch} × {p.config.data.seq_len} tokens, {format_bytes(p.limit_bytes)} a device",
         f"best of {counts.total():,} candidates in {format_seconds(tuned.seconds)}{early}: {status_counts}",
         f"step {format_seconds(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s ({p.tokens_per_s_per_device:,.0f} a device), "
@@ -217,6 +232,11 @@ def tuned_json(tuned: TuneResult, space: Space, stage_costs: StageCosts, limit_b
 def _trial_json(t: TuneTrial) -> dict[str, Any]:
     facts = {field.name: getattr(t, field.name) for field in fields(t)}
     return {name: x for name, x in facts.items() if x not in (None, (), "", False)}
+
+
+def _parameters(p: Prediction) -> str:
+    active = "" if p.active_params == p.num_params else f" ({_count(p.active_params)} active)"
+    return f"{_count(p.num_params)} parameters{active}"
 
 
 def _count(number: int) -> str:

@@ -20,7 +20,7 @@ its scores through memory, as here, which cuDNN's kernel does not. ``while`` cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
-from jaxpipe.stage.jaxprs import EqnKind, eqn_flops, has_body, is_exchange, kind, reachable, row
+from jaxpipe.stage.jaxprs import EqnKind, eqn_flops, has_body, is_exchange, kind, multiplies_experts, reachable, row
 
 _OWN = frozenset({EqnKind.PRODUCT, EqnKind.CUSTOM, EqnKind.KERNEL, EqnKind.WINDOW, EqnKind.EXCHANGE})
 _FREE = frozenset({EqnKind.RESHAPE, EqnKind.SAME, EqnKind.BARRIER})
@@ -38,12 +38,12 @@ _FREE = frozenset({EqnKind.RESHAPE, EqnKind.SAME, EqnKind.BARRIER})
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Fractions of the target's rates that are reached, and the time to launch a kernel.
+    """Fractions of the target's rates that are reached, the time to launch a kernel, and how evenly experts are chosen.
 
     ``matmul``: of the dense peak, None for what the target reaches (``Target.matmul_efficiency``); ``bandwidth`` 0.8 of the
     memory's; ``link`` 0.8 of NVLink or network; ``host`` 0.85 of PCIe. ``memory``: part of the device's memory that arrays may
     fill (context, libraries and fragmentation take the rest); for a GPU the verbs put in its place what JAX would give itself
-    there (``run.memory_fraction``).
+    there (``run.memory_fraction``). ``imbalance``: rows that the device with the most receives for its experts ÷ the mean.
     """
 
     matmul: float | None = None
@@ -52,6 +52,7 @@ class Efficiency:
     host: float = 0.85
     memory: float = 0.92
     kernel_s: float = 3e-6
+    imbalance: float = 1.0
 
     def matmul_of(self, target: Target) -> float:
         """Return the part of the dense peak of ``target`` that matrix products reach."""
@@ -61,13 +62,16 @@ class Efficiency:
 @dataclass(frozen=True, slots=True)
 class Work:
     """The work of a function: ``flops`` of matrix products, ``moved_bytes`` through device memory, ``kernels``, ``seconds`` on
-    the target, ``workspace_bytes`` (estimated)."""
+    the target, ``workspace_bytes`` (estimated). ``expert_flops``, ``expert_s``: the part that products of experts take, on all
+    rows that their buffers have room for."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     seconds: float = 0.0
     kernels: int = 0
     workspace_bytes: float = 0.0
+    expert_flops: float = 0.0
+    expert_s: float = 0.0
 
 
 class SizeView:
@@ -90,7 +94,8 @@ def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
 class _Kernel(NamedTuple):
     """A kernel that runs ``times`` times at these ``rates``: operations and bytes a second. It does the operations of
     ``product``, if there is one, and moves ``results``, ``sources`` and what it picks of the ``table``. ``step``: where
-    elementwise work stands in its body. ``launch``: False if it runs in an earlier kernel, which has read the sources."""
+    elementwise work stands in its body. ``launch``: False if it runs in an earlier kernel, which has read the sources.
+    ``of_experts``: the product's."""
 
     rates: tuple[float, float]
     results: tuple[Var, ...]
@@ -100,6 +105,7 @@ class _Kernel(NamedTuple):
     table: Var | None = None
     step: int | None = None
     launch: bool = True
+    of_experts: bool = False
 
 
 class _Sizes:
@@ -121,10 +127,13 @@ class _Sizes:
 
 class KernelWalk:
     """One pass over the equations of one body; :meth:`at` gives its work in any view. ``kernels``: one after another;
-    ``launched``: what stands where in the body, with what it reads; ``inside``: workspace of the bodies of loops."""
+    ``launched``: what stands where in the body, with what it reads; ``inside``: workspace of the bodies of loops. ``experts``:
+    as :func:`~jaxpipe.stage.jaxprs.multiplies_experts` takes them."""
 
-    def __init__(self, body: Any, target: Target, efficiency: Efficiency) -> None:
-        self.body, self.target, self.efficiency = body, target, efficiency
+    def __init__(
+        self, body: Any, target: Target, efficiency: Efficiency, experts: Collection[tuple[int, int]] = ()
+    ) -> None:
+        self.body, self.target, self.efficiency, self.experts = body, target, efficiency, experts
         self.kernels: list[_Kernel] = []
         self.inside = 0.0
         self.own = {id(eqn) for eqn in body.eqns if kind(eqn) in _OWN or has_body(eqn)}
@@ -153,7 +162,10 @@ class KernelWalk:
         live = accumulate(sign * sizes.of(v)[1] for sign, v in self._workspace(joined))
         total_flops, total_moved, total_s = (float(x.sum()) for x in (times * flops, times * moved, seconds))
         launches = sum(k.times for k in kernels if k.launch)
-        return Work(total_flops, total_moved, total_s, launches, max(self.inside, *map(float, live), 0.0))
+        of_experts = np.array([k.of_experts for k in kernels], bool)
+        expert_flops, expert_s = (float(x[of_experts].sum()) for x in (times * flops, seconds))
+        workspace_bytes = max(self.inside, *map(float, live), 0.0)
+        return Work(total_flops, total_moved, total_s, launches, workspace_bytes, expert_flops, expert_s)
 
     def _fused(self, sizes: _Sizes) -> list[_Kernel]:
         """Return the kernels, of which those that read the same sources write their results together."""
@@ -212,7 +224,7 @@ class KernelWalk:
 
     def _own_kernel(self, eqn: JaxprEqn) -> None:
         scan, plain = scan_parts(eqn), SizeView()
-        bodies = [KernelWalk(b, self.target, self.efficiency) for b in sub_jaxprs(eqn)]
+        bodies = [KernelWalk(b, self.target, self.efficiency, self.experts) for b in sub_jaxprs(eqn)]
         sources = {self.base(v) for v in variables(eqn.invars)}
         if bodies:
             # a branch costs what its longest arm does; ``while`` has its condition first, and one iteration of its body
@@ -237,7 +249,8 @@ class KernelWalk:
     def _kernel(self, eqn: JaxprEqn, sources: Iterable[Var], **facts: Any) -> None:
         e, t = self.efficiency, self.target
         rates = t.peak_flops_per_s(_dtype(eqn)) * e.matmul_of(t), t.memory_bytes_per_s * e.bandwidth
-        self.kernels.append(_Kernel(rates, tuple(eqn.outvars), frozenset(sources), **facts))
+        of_experts = "product" in facts and multiplies_experts(facts["product"], self.experts)
+        self.kernels.append(_Kernel(rates, tuple(eqn.outvars), frozenset(sources), of_experts=of_experts, **facts))
         self._note(eqn, sources)
 
     def _note(self, eqn: JaxprEqn, sources: Iterable[Var]) -> None:

@@ -102,6 +102,8 @@ class Space:
         values_by_key["pipeline.cp"] = tuple(
             n for n in all_values["pipeline.cp"] if n == 1 or config.data.seq_len >= n * LEAST_POSITIONS
         )
+        if experts := config.model.options.get("num_experts"):
+            values_by_key["pipeline.ep"] = tuple(n for n in divisors_of(devices) if experts % n == 0)
         values_by_key["pipeline.microbatches"] = tuple(m for m in divisors_of(batch) if (batch // m).bit_count() == 1)
         values_by_key["pipeline.vocabulary"] = VOCABULARY
         values_by_key["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
@@ -142,6 +144,8 @@ class Space:
             parts = layout["pipeline.microbatches"] * layout["pipeline.dp"]
             spread = layout["pipeline.vocabulary"] != "ends"
             if spread and (layout["pipeline.ranks"] == 1 or layout["pipeline.cp"] > 1):
+                continue
+            if layout["pipeline.dp"] % layout.get("pipeline.ep", 1):
                 continue
             if math.prod(layout[key] for key in DEVICE_KEYS) == self.devices and self.base.run.batch % parts == 0:
                 yield layout

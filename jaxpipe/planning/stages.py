@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ from jaxpipe._jax_compat import (
     scan_parts,
     sub_jaxprs,
 )
-from jaxpipe.axes import ONE_SHARD, RankMesh
+from jaxpipe.axes import ONE_SHARD, BufferKind, RankMesh
 from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost.profile import StageSizes, measure_stages
 from jaxpipe.errors import ConfigError, StageError
@@ -67,7 +67,7 @@ from jaxpipe.stage.functions import StageFunction, StageFunctions, compiled_foot
 from jaxpipe.stage.identity import function_key
 from jaxpipe.stage.jaxprs import is_attention_kernel, is_exchange
 from jaxpipe.stage.model.layer import Layer, Model
-from jaxpipe.stage.model.params import compute_avals
+from jaxpipe.stage.model.params import ParamAval, compute_avals, expert_leaves, routed_flops
 from jaxpipe.stage.model.plan import Cut, StageLinks, links_of
 from jaxpipe.stage.model.vocabulary import VocabParallelModel
 from jaxpipe.stage.split.policies import per_stage
@@ -267,15 +267,16 @@ class StageKey:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A priced stage, as one of the rank's ``cp × tp`` devices runs it. ``functions`` are those of the stage with long runs of
-    equal layers cut short; all other fields are the whole stage's. ``work`` by operation; ``state_bytes``: master parameters
-    and optimizer state, before ZeRO-1 divides them; ``temps``: workspace in bytes of the operations that were compiled."""
+    """A priced stage, as one of the rank's devices runs it. ``functions`` are those of the stage with long runs of equal layers
+    cut short; all other fields are the whole stage's. ``work`` by operation; ``state_bytes``: master parameters and optimizer
+    state by the kind of buffer, before ZeRO-1 divides them; ``temps``: workspace in bytes of the operations that were
+    compiled."""
 
     key: StageKey
     functions: StageFunctions
     sizes: StageSizes
     work: Mapping[str, Work]
-    state_bytes: float
+    state_bytes: Mapping[BufferKind, float]
     temps: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -295,13 +296,26 @@ class PlannedStage:
         return {**{op: w.workspace_bytes for op, w in self.work.items()}, **self.temps}
 
 
+class ExpertRows(NamedTuple):
+    """The rows that a device receives for its experts, a layer and microbatch: each position goes to ``top_k`` of
+    ``num_experts``. ``mean``: of all devices; ``worst``: if every position wants as many of one device's experts as it may;
+    ``room``: the rows of buffers, in means."""
+
+    num_experts: int
+    top_k: int
+    mean: float
+    worst: float
+    row_bytes: int
+    room: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Trace:
     """A traced stage, the kernels of each of its functions, and bytes of master parameters and optimizer state."""
 
     functions: StageFunctions
     walks: Mapping[str, KernelWalk]
-    state_bytes: float
+    state_bytes: Mapping[BufferKind, float]
 
 
 @dataclass
@@ -332,7 +346,7 @@ class StageCosts:
 
     def is_for(self, pipe: PipelineConfig) -> bool:
         """Return whether these are costs of the shards of ``pipe``, and of vocabulary layers where it puts them."""
-        same = pipe.mesh.one_row.sizes == self.shards.sizes
+        same = pipe.mesh.one_replica.sizes == self.shards.sizes
         return same and isinstance(self.model, VocabParallelModel) == (pipe.vocabulary != "ends")
 
     def over(self, pipe: PipelineConfig) -> StageCosts:
@@ -343,7 +357,8 @@ class StageCosts:
 
     @cached_property
     def mesh(self) -> AnyMesh:
-        """The mesh of a rank's ``cp × tp`` devices, for which stages are traced; it runs nothing unless times are measured."""
+        """The mesh of devices that hold each parameter once, for which stages are traced; it runs nothing unless times are
+        measured."""
         if self.seconds_of is not None:
             return self.seconds_of.mesh(self.shards)
         if self.temp_of is not None and self.temp_of.mesh is not None:
@@ -355,6 +370,22 @@ class StageCosts:
     def avals(self) -> Mapping[str, Any]:
         """Shapes of the parameters in the compute dtype, by layer."""
         return compute_avals(self.model.layers, self.compute_dtype, self._master_dtype)
+
+    @cached_property
+    def experts(self) -> list[tuple[ParamAval, int]]:
+        """Return the parameters that hold experts, with how many of these a position is sent to."""
+        return expert_leaves(self.model.layers, self.avals)
+
+    def expert_rows(self, stages: Sequence[PlannedStage], config: TrainConfig) -> ExpertRows | None:
+        """Return the rows that these stages' experts get in a run of ``config``; None without experts."""
+        mesh, received = config.pipeline.mesh, list[ExpertRows]()
+        positions, parts = config.microbatch_size * config.data.seq_len / mesh.num_devices, mesh.parts("experts")
+        room = sum(s.work["F"].expert_flops for s in stages) / max(positions * routed_flops(self.experts), 1)
+        for leaf, k in self.experts:
+            count, width, *_ = leaf.shape
+            worst = parts * positions * min(k, count // parts)
+            received.append(ExpertRows(count, k, positions * k, worst, width * leaf.dtype.itemsize, room))
+        return max(received, key=lambda rows: rows.worst, default=None)
 
     @cached_property
     def least_state_bytes(self) -> float:
@@ -472,7 +503,8 @@ class StageCosts:
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Build the stage's functions on :attr:`mesh`; stages with equal layers share traces and compiled code."""
         cache = replace(self.cache, calls=replace(self.cache.calls, repeated=self._repeated))
-        batch = shard_avals(self.model.name, self.model.batch_spec(key.size), self.model.over_time, self.shards)
+        rows = key.size * self.shards.rows
+        batch = shard_avals(self.model.name, self.model.batch_spec(rows), self.model.over_time, self.shards)
         with cudnn_assumed() if self.seconds_of is None else nullcontext():
             return build_stage_functions(
                 key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
@@ -519,7 +551,8 @@ class StageCosts:
             self.progress(f"tracing {key}")
             functions = self.functions_of(key)
             bodies = {op: f.jaxpr.jaxpr for op, f in functions.functions.items()}
-            walks = {op: KernelWalk(body, self.target, self.efficiency) for op, body in bodies.items()}
+            experts = functions.layout.expert_sizes(key.layers)
+            walks = {op: KernelWalk(body, self.target, self.efficiency, experts) for op, body in bodies.items()}
             self._traces_by_kind[key.kind] = _Trace(functions, walks, self._state_bytes(functions))
         return self._traces_by_kind[key.kind]
 
@@ -537,11 +570,14 @@ class StageCosts:
         key = replace(key, size=size)
         return PlannedStage(key, functions, StageSizes.of(functions), work, trace.state_bytes)
 
-    def _state_bytes(self, functions: StageFunctions) -> float:
-        """Return the bytes of master parameters and optimizer state."""
-        acc = functions.layout.acc_avals(self._master_dtype)
-        masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
-        return sum(map(aval_bytes, masters)) + self._optimizer_bytes(acc)
+    def _state_bytes(self, functions: StageFunctions) -> Mapping[BufferKind, float]:
+        """Return the bytes of master parameters and optimizer state by the kind of buffer."""
+        layout, state = functions.layout, dict[BufferKind, float]()
+        trained = tuple(zip(layout.kinds, layout.acc_avals(self._master_dtype), layout.buffers, strict=False))
+        for kind in dict.fromkeys(kind for kind, _, _ in trained):
+            masters = sum(aval_bytes(a) for k, a, b in trained if k == kind and a.dtype != b.dtype)
+            state[kind] = masters + self._optimizer_bytes([a for k, a, _ in trained if k == kind])
+        return state
 
 
 def _extrapolate(total: Any, longer: Any, base: Any, times: float) -> Any:
@@ -560,7 +596,7 @@ def _extrapolate(total: Any, longer: Any, base: Any, times: float) -> Any:
 
 
 class Compiler:
-    """Finds workspace by compiling: bytes on one of the rank's ``cp × tp`` devices, as ``temp_of`` of :class:`StageCosts`.
+    """Finds workspace by compiling: bytes on one of the rank's devices, as ``temp_of`` of :class:`StageCosts`.
 
     After ``budget_s`` seconds of compiling no compilation starts any more. When compiling ends, for this or another reason,
     ``notice`` gets it as one line, and workspace is estimated from then on. ``count``: functions compiled so far, in
@@ -661,7 +697,7 @@ def stage_costs_of(
         jnp.dtype(config.run.dtype),
         target,
         efficiency,
-        pipe.mesh.one_row,
+        pipe.mesh.one_replica,
         optimizer_of(config, model),
         progress=progress,
         **options,

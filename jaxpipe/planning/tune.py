@@ -78,6 +78,7 @@ MIN_SAVED = 0.1
 PROBE_TOLERANCE = 0.01
 """Fraction of a step by which a trace of its size may differ from a resized one before the search begins again without."""
 
+_ONE_DEVICE_A_ROW: dict[str, Any] = {axis: 1 for axis in AXES if axis not in ROWS}
 _REPLY_S = 0.5
 """Seconds that the second process has after an interrupt to send its results."""
 
@@ -296,12 +297,8 @@ class _LayoutSearch:
                     self._reject(node.settings, "slower", node.size, reason=reason)
                 else:
                     # the update at least reads and writes each static byte
-                    update_s = (
-                        2
-                        * static
-                        / (self.stage_costs.target.memory_bytes_per_s * self.stage_costs.efficiency.bandwidth)
-                    )
-                    yield least_s + update_s, replace(node, update_s=update_s)
+                    rate = self.stage_costs.target.memory_bytes_per_s * self.stage_costs.efficiency.bandwidth
+                    yield least_s + 2 * static / rate, replace(node, update_s=2 * static / rate)
             except JaxpipeError as error:
                 self._refuse(node.settings, node.size, error)
 
@@ -323,15 +320,13 @@ class _LayoutSearch:
         return float(pipe.microbatches * _least_seconds(self._work_of(config)) / (pipe.num_devices // pipe.dp))
 
     def _work_of(self, config: TrainConfig) -> np.ndarray[Any, Any]:
-        """Sum the seconds of all stages (:attr:`~jaxpipe.planning.stages.PlannedStage.seconds`) for one microbatch
-        of a replica, without tensor and
-        context parallelism. With the vocabulary at the ends all layers are priced as one stage, which is a bound:
-        cutting splits kernels and makes none shorter."""
+        """Sum the seconds of all stages (:attr:`~jaxpipe.planning.stages.PlannedStage.seconds`) for one microbatch of a
+        replica, without tensor and context parallelism. With the vocabulary at the ends all layers are priced as one stage,
+        which is a bound: cutting splits kernels and makes none shorter."""
         pipe, ends = config.pipeline, config.pipeline.vocabulary == "ends"
         size, devices = config.microbatch_size // pipe.dp, pipe.num_devices // pipe.dp
-        one: dict[str, Any] = {axis: 1 for axis in AXES if axis not in ROWS}
-        unsharded = replace(pipe, ranks=1 if ends else devices, **one, schedule="1f1b", chunks=1)
-        key = unsharded.ranks, pipe.vocabulary, size, str(pipe.recompute)
+        unsharded = replace(pipe, ranks=1 if ends else devices, **_ONE_DEVICE_A_ROW, schedule="1f1b", chunks=1)
+        key = unsharded.ranks, pipe.vocabulary, size, str(pipe.recompute), pipe.ep
         if key not in self._work:
             other = replace(config, pipeline=replace(unsharded, traverse=TraverseConfig()))
             stage_costs, stages = self._stage_costs_for(other), 1
@@ -347,9 +342,11 @@ class _LayoutSearch:
         cost on so many shards, which takes few traces."""
         config, pipe = node.config, node.config.pipeline
         size, policy, shards = config.microbatch_size // pipe.dp, str(pipe.recompute), pipe.mesh.one_row.num_devices
-        unsharded = self.stage_costs.run_increments(policy, size)
-        ends = replace(config, pipeline=replace(pipe, vocabulary="ends"))
-        sharded = self._stage_costs_for(ends).run_increments(policy, size)
+        ends = replace(pipe, vocabulary="ends")
+        alone = replace(ends, **_ONE_DEVICE_A_ROW)
+        unsharded, sharded = (
+            self._stage_costs_for(replace(config, pipeline=x)).run_increments(policy, size) for x in (alone, ends)
+        )
         rest, further_s = self._work_of(config), 0.0
         for run in unsharded.keys() & sharded.keys():
             (layers, *one), (_, *many) = unsharded[run], sharded[run]
@@ -410,14 +407,15 @@ class _LayoutSearch:
         """Return a lower bound of the fullest rank's static bytes, from its number of parameters."""
         if any(layer.frozen or layer.trainable is not None for layer in self.stage_costs.model.layers):
             return 0.0
-        base, tp = self.space.base, layout["pipeline.tp"]
+        base, ep = self.space.base, layout.get("pipeline.ep", 1)
+        parts_of_params = layout["pipeline.tp"] * ep
         # bytes a parameter in the compute dtype and in its master copy, which float32 compute does not need
         computed, masters = (2, 4) if base.run.dtype == "bfloat16" else (4, 0)
         parts = layout["pipeline.dp"] if base.pipeline.sharding.zero1 else 1
         # 4: the float32 gradient accumulator, which ZeRO-1 does not divide
         each = computed + 4 + (masters + self.stage_costs.least_state_bytes) / parts
         ranks = (placement.stages_of(r) for r in range(placement.num_ranks))
-        return float(max(sum(plan.stages[s].num_params for s in mine) for mine in ranks) * each / tp)
+        return float(max(sum(plan.stages[s].num_params for s in mine) for mine in ranks) * each / parts_of_params)
 
     # -- orders of a placement -----------------------------------------------------------------------------------------
 
@@ -562,7 +560,7 @@ class _LayoutSearch:
     def _stage_costs_for(self, config: TrainConfig) -> StageCosts:
         """Return the stage costs for the config's shards and for its model, with vocabulary layers where the config puts them.
         Stage costs of the same shards share traces."""
-        pipe, shards = config.pipeline, config.pipeline.mesh.one_row
+        pipe, shards = config.pipeline, config.pipeline.mesh.one_replica
         spread = (pipe.ranks, pipe.vocabulary) if pipe.vocabulary != "ends" else None
         if spread is None and shards == self.stage_costs.shards:
             return self.stage_costs

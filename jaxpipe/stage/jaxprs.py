@@ -35,7 +35,7 @@ by memory, and costs more than its share of operations where XLA can't fuse it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
@@ -311,6 +311,27 @@ def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False, attention: AttentionF
         scan = scan_parts(eqn)
         return sum(bodies) * (scan.length if scan is not None else 1)
     return _elementwise_flops(eqn) if elementwise else 0
+
+
+def multiplies_experts(eqn: JaxprEqn, experts: Collection[tuple[int, int]]) -> bool:
+    """Whether an equation multiplies rows by experts' matrices, or makes the gradient of those: a product in groups (over one
+    batch axis, or ragged) of an array that may be a parameter of theirs. ``experts``: how many each of these holds, along axis
+    0, and how many elements."""
+    name = eqn.primitive.name
+    is_batched = name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) == 1
+    if not is_batched and not name.startswith("ragged_dot"):
+        return False
+    return any((shape[0], math.prod(shape)) in experts for shape in map(shape_of, (*eqn.invars, *eqn.outvars)))
+
+
+def expert_flops(jaxpr: Any, experts: Collection[tuple[int, int]]) -> int:
+    """Count the operations of experts' products, on all rows of their buffers."""
+    total = 0
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        scan = scan_parts(eqn)
+        inside = sum(expert_flops(sub, experts) for sub in sub_jaxprs(eqn)) * (scan.length if scan is not None else 1)
+        total += eqn_flops(eqn) if multiplies_experts(eqn, experts) else inside
+    return total
 
 
 def _dot_flops(eqn: JaxprEqn) -> int:

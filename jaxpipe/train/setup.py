@@ -21,9 +21,10 @@ from jaxpipe.schedule.files import from_schedule, to_schedule
 from jaxpipe.schedule.passes.braid import costly_backwards, fused_stages, with_fused_stages
 from jaxpipe.schedule.timeline import at_most
 from jaxpipe.stage.functions import StageFunctions
-from jaxpipe.stage.jaxprs import PEERS
+from jaxpipe.stage.jaxprs import PEERS, expert_flops
 from jaxpipe.stage.model.layer import Model
-from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
+from jaxpipe.stage.model.params import expert_leaves, routed_flops
+from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, param_avals
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.text import format_bytes, format_seconds
 from jaxpipe.train.assemble import Progress, ScheduleDraft, assemble, choose, order_for_link, spread_over, stage_planner
@@ -258,12 +259,18 @@ def step_over(config: TrainConfig, pipeline: Pipeline, decay: DecayRule = "role"
 
 def step_flops(prepared: Prepared, stages: Sequence[StageFunctions]) -> tuple[float, float]:
     """Return three times the products of the forward of a step: as ``stages`` compute them, which leaves out what an attention
-    kernel's mask does; and with attention counted whole (:data:`~jaxpipe.stage.jaxprs.PEERS`)."""
-    pipe, detached = prepared.config.pipeline, prepared.schedule.placement.detached
+    kernel's mask does, but of experts those of the rows that are sent to them, not of their buffers; and with attention counted
+    whole (:data:`~jaxpipe.stage.jaxprs.PEERS`)."""
+    config, layers = prepared.config, prepared.model.layers
+    pipe, detached = config.pipeline, prepared.schedule.placement.detached
     # the F of a detached stage makes a part of the backward; its W is one product, as the forward is
     forward = sum(f.flops["W" if s in detached else "F"] for s, f in enumerate(stages)) * pipe.mesh.num_devices
-    layer_costs = analytic_layer_costs(prepared.model.stored, prepared.config.microbatch_size, attention=PEERS)
-    return 3.0 * forward * pipe.microbatches, 3 * sum(layer_costs) * pipe.microbatches
+    buffers = sum(expert_flops(f.functions["F"].jaxpr, f.layout.expert_sizes(layers)) for f in stages)
+    experts = expert_leaves(layers, param_avals(prepared.model)) if buffers else []
+    idle = buffers * pipe.mesh.num_devices - routed_flops(experts) * config.microbatch_size * config.data.seq_len
+    layer_costs = analytic_layer_costs(prepared.model.stored, config.microbatch_size, attention=PEERS)
+    passes = 3 * pipe.microbatches
+    return float(passes * (forward - idle)), passes * (sum(layer_costs) - idle)
 
 
 def offload_options(offload: OffloadConfig) -> OffloadOptions:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ from jaxpipe.stage.weave.units import collectives
 from jaxpipe.text import mfu_text
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.settings.sections import PipelineConfig, ShardingConfig
+from jaxpipe.train.setup import step_flops
 from scripts import plan_experts
 from tests.support.paths import ROOT
 
@@ -100,7 +102,7 @@ def static_bytes(memory: RankMemory) -> int:
 
 
 def persistent_bytes(stage: PlannedStage) -> int:
-    return stage.functions.param_bytes + total_device_bytes(stage.functions.acc_avals) + stage.state_bytes
+    return stage.functions.param_bytes + total_device_bytes(stage.functions.acc_avals) + sum(stage.state_bytes.values())
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
@@ -417,6 +419,85 @@ def test_devices_of_an_outer_axis_are_further_apart() -> None:
     near, far = (Exchange("all_gather", 1e9, 2, span) for span in (2, 16))
     near_s, far_s = (exchange_s(H100, Efficiency(link=1.0), exchange) for exchange in (near, far))
     assert (near_s, far_s) == pytest.approx((0.5e9 / 450e9 + 4e-6, 0.5e9 / 50e9 + 10e-6))
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+def mixture(**pipeline: Any) -> TrainConfig:
+    """Return four blocks of 8 experts, 2 a position, with room for 1.25 of the mean, on two ranks."""
+    options = {"vocab_size": 64, "d_model": 32, "num_layers": 4, "num_heads": 4, "expert_size": 16}
+    experts = {"num_experts": 8, "top_k": 2, "capacity": 1.25}
+    return TrainConfig.from_dict(
+        {
+            "model": {"target": "models.moe:MoE", "options": options | experts},
+            "data": {"path": "none.npy", "tokenizer": "ids:64", "seq_len": 16},
+            "pipeline": {"ranks": 2, "microbatches": 4, **pipeline},
+            "run": {"batch": 64},
+        }
+    )
+
+
+def mixture_on(imbalance: float = 1.0, **pipeline: Any) -> Prediction:
+    config = mixture(**pipeline)
+    return predict(config, stage_costs_of(config, H100, Efficiency(imbalance=imbalance), silent), 80e9)
+
+
+EXPERTS = 4 * 8 * 3 * 32 * 16
+"""Parameters of the mixture that are experts'."""
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}]
+)
+def test_the_work_of_experts_is_that_of_routed_rows(mesh: dict[str, Any]) -> None:
+    p = mixture_on(**mesh)
+    assert p.num_params - p.active_params == EXPERTS * 6 / 8
+    # F of a position: two operations a parameter that it meets, of norms and words none; scores and values of 16 positions
+    met = p.active_params - (2 * 4 + 1) * 32 - 64 * 32
+    assert p.model_flops == 3 * 4 * (16 * 16) * (2 * met + 4 * 4 * 16 * 32)
+    devices, parts = p.devices // 2, mesh.get("ep", 1) * mesh.get("tp", 1)
+    assert p.experts is not None
+    assert p.experts.mean == 2 * 16 * 16 / devices
+    assert (p.experts.room, p.experts.row_bytes) == (1.25, 32 * 4)
+    assert p.experts.worst == parts * 16 * 16 / devices * min(2, 8 / parts)
+    assert "experts: 2 of 8 a position" in "\n".join(assumptions(p, Efficiency(), ""))
+    assert any(p.costs.tp_comm_s) == (devices > 1)
+
+
+def test_a_run_counts_the_work_of_experts_as_its_plan_does() -> None:
+    config = mixture(dp=4, ep=2).override(["model.options.num_layers=2"])
+    stage_costs = stage_costs_of(config, H100, Efficiency(), silent)
+    p = prediction_of(config, stage_costs)
+    stages = stage_costs.stages(planner(config, stage_costs.model)(2).cut, "none", 4)
+    prepared: Any = SimpleNamespace(config=config, schedule=p.schedule, model=stage_costs.model)
+    assert step_flops(prepared, [stage.functions for stage in stages]) == (p.model_flops, p.peers_flops)
+
+
+def test_experts_are_divided_and_reduced_as_their_buffers_lie() -> None:
+    alone, divided = (mixture_on(dp=4, ep=ep, sharding={"zero1": True}) for ep in (1, 2))
+    assert alone.costs.param_bytes[0] - divided.costs.param_bytes[0] == EXPERTS / 2 * 4 / 2  # half of a rank's experts
+    # state is divided over all that share rows: by ep already, or by ZeRO-1
+    assert alone.memory[0].by_kind["optimizer"] == divided.memory[0].by_kind["optimizer"]
+    rate = H100.link_bytes_per_s * Efficiency().link
+    experts = EXPERTS / 2 * 4
+    # a reduce-scatter over four devices; or over two, of half as many experts
+    assert alone.costs.reduce_s[0] - divided.costs.reduce_s[0] == pytest.approx(
+        (3 / 4 - 1 / 2 * 1 / 2) * experts / rate
+    )
+    assert divided.costs.gather_s == pytest.approx(divided.costs.reduce_s)
+
+
+def test_an_imbalance_costs_what_buffers_for_it_would() -> None:
+    even, within, beyond = (mixture_on(x, dp=4, ep=4) for x in (1.0, 1.25, 2.5))
+    assert even.costs == within.costs
+    # all exchanges of a stage are its experts': twice the bytes, and twice the latency
+    assert beyond.costs.tp_comm_s == pytest.approx([2 * x for x in even.costs.tp_comm_s])
+    assert beyond.step_s > even.step_s
+    assert beyond.model_flops == even.model_flops
+    assert [m.by_kind for m in beyond.memory] == [m.by_kind for m in even.memory]
+    says = "\n".join(assumptions(beyond, Efficiency(imbalance=2.5), ""))
+    assert "imbalance 2.5, which seconds are of; beyond 1.25 a run drops rows" in says
 
 
 def test_gradients_are_separated_where_it_pays() -> None:
@@ -736,6 +817,7 @@ def test_a_limit_below_everything_says_the_minimum(config_file: str, capsys: pyt
         (["-o", "plan.pdf"], "unknown suffix"),
         (["--schedules", "no/such"], "no such directory"),
         (["--tp", "0"], "tp"),
+        (["--imbalance", "0.5"], "imbalance is 0.5; want a number at least 1"),
         (["pipeline.recompute=everything"], "everything"),
         (["model.options.num_heads=5"], "num_heads"),
     ],

@@ -137,6 +137,9 @@ class Layer:
     Leaves that it returns are whole on each device, and in the dtype of masters (:attr:`float32`).
     ``judge(sums) -> str``: on the host, after each step of a run: a text ends the run (exit code 6), "" goes on.
 
+    ``experts``: the leaves that hold one expert after another along axis 0, with the number of experts that a position is sent
+    to; predictions read it.
+
     ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
     the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.
     """
@@ -161,6 +164,7 @@ class Layer:
     losses: Mapping[str, float] = field(default_factory=dict)
     after_step: Callable[[Params, Mapping[str, jax.Array]], Params] | None = None
     judge: Callable[[Mapping[str, np.ndarray]], str] | None = None
+    experts: Mapping[Path, int] = field(default_factory=dict)
 
     @property
     def code(self) -> Hashable:

@@ -79,6 +79,16 @@ def is_trained(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) and getattr(leaf, "trained", True)
 
 
+def expert_leaves(layers: Iterable[Layer], params: Mapping[str, Any]) -> list[tuple[Any, int]]:
+    """Return the leaves that hold experts, with how many of these a position is sent to (:attr:`Layer.experts`)."""
+    return [(get_leaf(params[layer.name], path), k) for layer in layers for path, k in layer.experts.items()]
+
+
+def routed_flops(experts: Iterable[tuple[Any, int]]) -> float:
+    """Count the operations of the experts' products for one position in F."""
+    return sum((2.0 * k * leaf.size / leaf.shape[0] for leaf, k in experts), 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class LeafSlot:
     """The place of one leaf: in ``buffer``, from element ``offset`` on; with ``offset`` None it is the whole buffer.
@@ -176,6 +186,11 @@ class ParamLayout:
     def axes(self, buffer: int) -> BufferAxes:
         """Return the axes along which a buffer is divided, and its gradient is summed."""
         return BUFFER_AXES[self.kinds[buffer]]
+
+    def expert_sizes(self, layers: Iterable[Layer]) -> set[tuple[int, int]]:
+        """Return how many experts each leaf of ``layers`` that holds some has on a shard, and how many elements."""
+        places = {(layer.name, path) for layer in layers for path in layer.experts}
+        return {(slot.shape[0], slot.size) for slot in self.slots if (slot.layer, slot.path) in places}
 
     def trains(self, slot: LeafSlot) -> bool:
         """Whether a leaf has a gradient."""

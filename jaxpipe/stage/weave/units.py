@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
-from jaxpipe.axes import exchanging
+from jaxpipe.axes import BUFFER_AXES, exchanging
 from jaxpipe.stage.jaxprs import Dataflow, EqnKind, eqn_flops, kind, mesh_axes, row, row_of
 
 LEAST_SHARE = 1 / 8
@@ -86,6 +86,12 @@ class Collective:
     @property
     def eqns(self) -> tuple[int, ...]:
         return (self.eqn,)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it moves rows to experts, or their results back."""
+        experts = BUFFER_AXES["experts"].divided
+        return row_of(self.primitive).exchange == "all-to-all" and not set(experts).isdisjoint(self.axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ transfers``
                                needs the plugin's wheels, and works without a driver when JAX itself runs on the CPU.
 ``fused_attention_stablehlo.   (``jax._src.cudnn``) what asks for the installed cuDNN before its attention can be traced;
 check_cudnn_version``          :func:`cudnn_assumed` answers for a GPU that is not here.
+``pallas.ops.gpu.ragged_       (``jax.experimental``) kernels of products in groups for Hopper GPUs, without derivatives:
+dot_mgpu``, ``transposed_…``   :func:`hopper_ragged_dot`. They compile in 0.10.2; never run by us.
 =============================  ==========================================================================================
 
 Not handled: jaxprs with mutable references or "high" types.
@@ -63,7 +65,8 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # type: ignore[attr-defined,unused-ignore]
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var  # type: ignore[attr-defined,unused-ignore]
+from jax.interpreters import mlir
 from jaxlib import _jax as _jaxlib
 
 # Those of JAX; of the rest, what has no underscore.
@@ -373,6 +376,64 @@ def compile_only_devices(name: str, description: str, count: int = 1) -> Sequenc
     except Exception as error:
         return f"the CUDA plugin refused: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return list(topology.devices)
+
+
+_HOPPER_DOT = Primitive("hopper_ragged_dot")
+"""A product in groups by JAX's kernels for Hopper. One equation, with the parameters of ``ragged_dot_general``, so that it is
+counted and woven as that is."""
+
+
+def hopper_kernels() -> Any:
+    """Return JAX's two modules of kernels for Hopper GPUs, or None in a version without."""
+    with suppress(ImportError):
+        from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+
+        return ragged_dot_mgpu, transposed_ragged_dot_mgpu
+    return None
+
+
+def hopper_ragged_dot(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """Multiply rows in groups on a Hopper GPU. ``contracted``: the axes that are summed over: (1, 1) of rows [R, K] and kernels
+    [e, K, N], (1, 2) of [R, N] and those, (0, 0), within each of the e groups, of [R, K] and [R, N].
+
+    All of 16 bits, K and N multiples of 128. Rows past the groups make zeros.
+    """
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
+    numbers = jax.lax.RaggedDotDimensionNumbers(dims, [0], [] if contracted == (0, 0) else [0])
+    product: jax.Array = _HOPPER_DOT.bind(lhs, rhs, sizes, ragged_dot_dimension_numbers=numbers)
+    return product
+
+
+@_HOPPER_DOT.def_abstract_eval  # type: ignore[untyped-decorator,unused-ignore]
+def _hopper_aval(lhs: Any, rhs: Any, sizes: Any, *, ragged_dot_dimension_numbers: Any) -> Any:
+    (_, (contracted,)), _ = ragged_dot_dimension_numbers.dot_dimension_numbers
+    rows, width = lhs.shape
+    in_groups = not ragged_dot_dimension_numbers.rhs_group_dimensions
+    return lhs.update(shape=(*sizes.shape, width, rhs.shape[1]) if in_groups else (rows, rhs.shape[3 - contracted]))
+
+
+def _hopper_dot(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, ragged_dot_dimension_numbers: Any) -> jax.Array:
+    ragged, transposed = hopper_kernels()
+    (_, (contracted,)), _ = ragged_dot_dimension_numbers.dot_dimension_numbers
+    rows = lhs.shape[0]
+    # Rows are read in blocks, of which none may reach past the array.
+    lhs, rhs = (a if a.ndim > 2 else jnp.pad(a, ((0, -rows % 128), (0, 0))) for a in (lhs, rhs))
+    blocks = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 8}
+    if contracted == 0:
+        # It asks the first device how many processors there are, which is none of its own where it is only compiled.
+        cores = getattr(jax.devices()[0], "core_count", 132)
+        asked = SimpleNamespace(**{**vars(jax), "devices": lambda: [SimpleNamespace(core_count=cores)]})
+        kernel = transposed.transposed_ragged_dot
+        weights: jax.Array = FunctionType(kernel.__code__, {**kernel.__globals__, "jax": asked})(
+            lhs, rhs, group_sizes=sizes, **blocks
+        )
+        return weights
+    product = ragged.ragged_dot(lhs, rhs, group_sizes=sizes, transpose_rhs=contracted == 2, **blocks)[:rows]
+    # What it does not write is whatever the memory held: NaN, perhaps, which 0 times is NaN.
+    return jnp.where(jnp.arange(rows)[:, None] < jnp.sum(sizes), product, jnp.zeros_like(product))
+
+
+mlir.register_lowering(_HOPPER_DOT, mlir.lower_fun(_hopper_dot, multiple_results=False))
 
 
 def copier(targets: Sequence[jax.sharding.Sharding]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:

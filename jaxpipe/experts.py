@@ -14,9 +14,9 @@ Rows move by gathers alone, forwards and backwards (rules of their own below): a
 a dispatch is two arrays of indices.
 
 After Lepikhin et al., "GShard" (2020) for capacities; DeepSeek-AI, "DeepSeek-V2" and "-V3" (2024) for groups and a bias that
-only chooses. ``lax.ragged_dot`` is dense on CPUs and, in JAX 0.10, on NVIDIA GPUs, where it is refused. Not modelled: one copy
-of a token for all its experts on a device, exchanges of as many rows as there are (``lax.ragged_all_to_all`` does not run on
-CPUs), an expert that is divided.
+only chooses. ``lax.ragged_dot`` is dense on CPUs and, in JAX 0.10, on NVIDIA GPUs: there the kernels for Hopper that JAX ships
+take its place. Not modelled: one copy of a token for all its experts on a device, exchanges of as many rows as there are
+(``lax.ragged_all_to_all`` does not run on CPUs), an expert that is divided.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe._jax_compat import hopper_kernels, hopper_ragged_dot, vary, varying_axes
 from jaxpipe.errors import ConfigError
 
 SCORES = ("softmax", "sigmoid")
@@ -311,4 +312,30 @@ def _ragged_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> ja
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None or device.platform not in ("gpu", "cuda"):
         return lax.ragged_dot(rows, kernels, sizes)
-    raise ConfigError(f"products=ragged has no kernel for a {device.device_kind}; use products=padded")
+    D, F = kernels.shape[1:]
+    is_hopper = any(name in device.device_kind for name in ("H100", "H200", "H800", "H20")) and hopper_kernels()
+    if not is_hopper or rows.dtype != jnp.bfloat16 or D % 128 or F % 128:
+        raise ConfigError(
+            f"products=ragged has kernels for bfloat16 and widths that are multiples of 128 on Hopper GPUs, not for "
+            f"{rows.dtype.name} [{D}, {F}] on a {device.device_kind}; use products=padded"
+        )
+    # The rule sums nothing over axes along which kernels are the same.
+    return _hopper_product(rows, vary(kernels, sorted(varying_axes(rows))), sizes)
+
+
+@jax.custom_vjp
+def _hopper_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+    return hopper_ragged_dot(rows, kernels, sizes, (1, 1))
+
+
+def _hopper_forward(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _hopper_product(rows, kernels, sizes), (rows, kernels, sizes)
+
+
+def _hopper_backward(residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    rows, kernels, sizes = residuals
+    of_rows = hopper_ragged_dot(cotangent, kernels, sizes, (1, 2))
+    return of_rows, hopper_ragged_dot(rows, cotangent, sizes, (0, 0)), None
+
+
+_hopper_product.defvjp(_hopper_forward, _hopper_backward)

@@ -60,8 +60,9 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A model and how its stage is made. ``attention``: the model's option, empty where it has none (older commits).
-    ``cp``: how attention is computed where the shards divide time, not layers. ``experts``: they divide experts."""
+    """A model and how its stage is made. ``attention``: the model's option, empty where it has none (older commits). ``cp``:
+    how attention is computed where the shards divide time, not layers. ``experts``: the form of products with experts, which
+    the shards divide; empty: there are none."""
 
     model: str
     sequence: bool = False
@@ -69,7 +70,7 @@ class Variant:
     recompute: str = "none"
     attention: str = "xla"
     cp: str = ""
-    experts: bool = False
+    experts: str = ""
 
     def mesh(self, shards: int, cp: int = 1) -> RankMesh:
         """Return the axes along which so many shards lie, ``cp`` of them along time where the variant does not say."""
@@ -83,7 +84,7 @@ class Variant:
 
 
 TINY = Size(2, 16, 16, 4, 2, "float32")
-_GPT, _LLAMA = "models.gpt:GPT", "models.llama:Llama"
+_GPT, _LLAMA, _MOE = "models.gpt:GPT", "models.llama:Llama", "models.moe:MoE"
 VARIANTS: Mapping[str, Variant] = {
     "gpt": Variant(_GPT),
     "gpt-full": Variant(_GPT, recompute="full"),
@@ -96,7 +97,8 @@ VARIANTS: Mapping[str, Variant] = {
     "llama-sequence": Variant(_LLAMA, sequence=True),
     "gpt-ring": Variant(_GPT, cp="ring", recompute="flash"),
     "llama-ring": Variant(_LLAMA, cp="ring", recompute="flash"),
-    "experts": Variant("models.moe:MoE", experts=True),
+    "experts": Variant(_MOE, experts="padded"),
+    "experts-ragged": Variant(_MOE, experts="ragged"),
 }
 PROGRAMS: Mapping[str, tuple[tuple[str, ...], bool]] = {
     # name: operations, woven
@@ -169,7 +171,8 @@ def middle_stage(variant: Variant, size: Size, devices: Any, cp: int = 1) -> tup
     if variant.experts:
         # Half as wide and twice as long: D 2048, F 768, T 4096.
         size = replace(size, B=size.B * tp.dp, T=2 * size.T, D=size.D // 2, H=size.H // 2)
-        options |= {"num_experts": 16 * tp.ep, "top_k": 8, "expert_size": 3 * size.D // 8, "capacity": 1.25}
+        options |= {"num_experts": 16 * tp.ep, "top_k": 8, "expert_size": 3 * size.D // 8, "products": variant.experts}
+        options |= {"capacity": 1.25, "buffer": 2.0}
     options |= {"d_model": size.D, "num_heads": size.H, "num_layers": size.L, "seq_len": size.T, "dtype": size.dtype}
     model = resolve_model(variant.model, {"vocab_size": 16 * tp.num_devices, **options})
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}

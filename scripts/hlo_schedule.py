@@ -1,9 +1,9 @@
 """Read a compiled GPU program: which products run between the start and the done of each collective, what is only moved.
 
-Works on the text of a scheduled HLO module (``compiled.as_text()``). A product is a cuBLAS call or a fusion around a ``dot``
-(Triton); a collective is an asynchronous ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
-``collective-permute``. One that XLA marked ``is_sync``, since nothing runs beside it, counts as not covered, and so does one
-that is not asynchronous at all.
+Works on the text of a scheduled HLO module (``compiled.as_text()``). A product is a call of cuBLAS or of a kernel of JAX's own
+(Mosaic), or a fusion around a ``dot`` (Triton); a collective is an asynchronous ``all-reduce``, ``all-gather``,
+``reduce-scatter``, ``all-to-all`` or ``collective-permute``. One that XLA marked ``is_sync``, since nothing runs beside it,
+counts as not covered, and so does one that is not asynchronous at all.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _product_computations(text: str) -> frozenset[str]:
 
 def _is_product(line: _Instruction, products: frozenset[str]) -> bool:
     if line.op == "custom-call":
-        return "cublas" in line.rest or "cudnn$fmha" in line.rest
+        return any(kernel in line.rest for kernel in ("cublas", "cudnn$fmha", "mosaic_gpu"))
     called = re.search(r"calls=%?([\w.\-]+)", line.rest)
     return line.op == "dot" or (called is not None and (called.group(1) in products or "__triton_gemm" in line.rest))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.errors import ConfigError
 from jaxpipe.experts import combine, dispatch, product, route
 
 N, D, F = 12, 5, 3
@@ -182,3 +183,25 @@ def test_no_gradient_is_scattered(products: str) -> None:
     one = functools.partial(mixture, top_k=2, products=products)
     grads = jax.make_jaxpr(jax.grad(lambda p: jnp.sum(one(p)[0])))(p)
     assert not {name for name in primitives(grads.jaxpr) if "scatter" in name and name != "scatter"}
+
+
+def test_hopper_gpus_have_kernels_of_their_own() -> None:
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((4,), ("u",), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    shapes = {"x": (64, 128), "router": (128, 8), "up": (8, 128, 2, 256), "down": (8, 256, 128)}
+
+    def gradients(dtype: Any) -> list[str]:
+        def loss(p: dict[str, Any]) -> Any:
+            y, _, _ = mixture(p, 2, ("u",), products="ragged", capacity=2.0)
+            return jax.lax.psum(jnp.sum(y.astype(jnp.float32)), "u")
+
+        specs = {name: P() if name == "router" else P("u") for name in shapes}
+        run = jax.shard_map(loss, mesh=mesh, in_specs=(specs,), out_specs=P())
+        p = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+        return str(jax.make_jaxpr(jax.grad(run))(p)).split()
+
+    words = gradients(jnp.bfloat16)
+    assert sum(word.startswith("hopper_ragged_dot") for word in words) == 6
+    assert not any(word.startswith("ragged_dot_general") for word in words)
+    with pytest.raises(ConfigError, match=r"multiples of 128 on Hopper.*float32 \[128, 512\].*H100.*products=padded"):
+        gradients(jnp.float32)

@@ -127,8 +127,9 @@ class Row:
 
 _UNKNOWN = Row(EqnKind.CUSTOM)
 _ROWS: tuple[tuple[Row, str], ...] = (
-    (Row(EqnKind.PRODUCT), "dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_dot scaled_matmul"
-                        " scaled_matmul_wrapper dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"),
+    (Row(EqnKind.PRODUCT), "dot_general conv_general_dilated ragged_dot ragged_dot_general hopper_ragged_dot scaled_dot"
+                        " scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper"
+                        " dot_product_attention_bwd_wrapper"),
     (Row(EqnKind.KERNEL), "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_mul sort"
                        " top_k approx_top_k fft select_and_scatter select_and_scatter_add cholesky cholesky_update"
                        " triangular_solve tridiagonal tridiagonal_solve symmetric_product lu lu_pivots_to_permutation qr geqrf"

@@ -83,7 +83,9 @@ def test_without_wheels_it_says_so_in_one_line(
     assert out == "" and err == "bench_overlap: the CUDA plugin is not installed; or try --tiny\n"
 
 
-@pytest.mark.parametrize(("variant", "collectives"), [("llama-full", 10), ("gpt-ring", 20), ("experts", 8)])
+@pytest.mark.parametrize(
+    ("variant", "collectives"), [("llama-full", 10), ("gpt-ring", 20), ("experts", 8), ("experts-ragged", 8)]
+)
 def test_compiled_for_h100_all_collectives_have_products_under_them(variant: str, collectives: int) -> None:
     devices = bench_overlap.target_devices("h100", 4, tiny=False)
     if isinstance(devices, str):

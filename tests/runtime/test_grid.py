@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -16,13 +17,15 @@ import numpy as np
 import pytest
 
 from jaxpipe.axes import ONE_SHARD, RankMesh
-from jaxpipe.errors import LOST, AgreedError
+from jaxpipe.errors import LOST, AgreedError, RunError
 from jaxpipe.runtime.processes import grid_columns
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.leaves import Fragment
 from tests.runtime.test_divided import assert_same_bits, assert_same_run, launch, run
 from tests.support import train_runs
 from tests.support.checkpoint_cases import assert_same
+from tests.support.forks import start_python
+from tests.support.processes import free_port
 from tests.support.train_runs import config, settings, write_text
 
 ZERO = {
@@ -146,6 +149,39 @@ def test_one_process_a_device_has_the_bits_of_one() -> None:
 def test_any_grid_has_the_bits_of_one_process(number: int, columns: int) -> None:
     cases = [case for case in MANY if case["dp"] % columns == 0 and number // columns <= case["ranks"]]
     assert_same_bits([{**case, "columns": columns} for case in cases], number)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("one", "other", "overrides"),
+    [
+        ("F0.1", "F1.0", ["pipeline.tp=2"]),
+        ("R1.0", "R0.0", ["pipeline.dp=2", "pipeline.sharding.reduction=fast", "model.options.tied=false"]),
+    ],
+)
+def test_collectives_in_two_orders_hang_and_are_named(
+    one: str, other: str, overrides: list[str], tmp_path: Path
+) -> None:
+    """Process 1 exchanges a psum of two ranks by hand, once both have agreed on their orders."""
+    arguments = settings(
+        write_text(tmp_path / "text"), tmp_path / "run", *overrides, "pipeline.microbatches=2", "run.batch=4", "run.steps=9",
+        "run.checkpoint_every=1", "run.eval_every=0", "run.machine.columns=2", "run.watchdog_s=1", "run.platform=cpu",
+    )  # fmt: skip
+    code = (
+        "import sys; from jaxpipe.cli import main; from tests.support import divided_run; "
+        f"divided_run.wait_for_dispatches(); sys.argv.pop(1) == '1' and divided_run.put_behind({one!r}, {other!r}); "
+        "sys.exit(main())"
+    )
+    group = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
+    children = [start_python(code, str(process), "train", *group, str(process), *arguments) for process in range(2)]
+    try:
+        errors = [child.communicate(timeout=300)[1] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [RunError.exit_code] * 2
+    line = r"jaxpipe: process \d \(host \S+\) failed: step \d has not ended after .*: rank \d, action \w+\.\d \("
+    assert all(re.match(line, error.splitlines()[-1]) for error in errors), errors
 
 
 @pytest.mark.soak

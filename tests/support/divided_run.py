@@ -226,3 +226,33 @@ def main(port: int, number: int, process: int, cases: list[dict[str, Any]]) -> N
         processes.start_jax()
         print(json.dumps([(trained if "finds" in case else steps)(processes, **case) for case in cases]), flush=True)
     os._exit(0)
+
+
+def put_behind(one: str, other: str) -> None:
+    """Let this process dispatch action ``one``, and what it sends, behind action ``other``, from the second step on: after all
+    have agreed on the order."""
+    from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+    from jaxpipe.train.run.ending import Watchdog
+
+    run, took = Executor.run, Watchdog.took
+
+    def run_in_other_order(self: Executor, inputs: StepInputs, **options: Any) -> StepOutputs:
+        code = list(zip(self._code, self.instruction_kinds, strict=True))
+        moved = [x for x, kind in code if str(x.action) == one and kind != "recv"]
+        rest = [(x, kind) for x, kind in code if x not in moved]
+        behind = 1 + next(k for k, (x, kind) in enumerate(rest) if str(x.action) == other and kind != "recv")
+        self._code[:] = [x for x, _ in rest[:behind]] + moved + [x for x, _ in rest[behind:]]
+        return run(self, inputs, **options)
+
+    def take(self: Watchdog, seconds: float) -> None:
+        took(self, seconds)
+        Executor.run = run_in_other_order  # type: ignore[method-assign]
+
+    Watchdog.took = take  # type: ignore[method-assign]
+
+
+def wait_for_dispatches() -> None:
+    """Let every dispatch wait for what it dispatches, as XLA lets those of small programs on CPUs."""
+    import jax
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)

@@ -8,7 +8,7 @@ python scripts/paper_tables.py --only stp --write       # the tables whose title
 
 Bubbles are the papers': longest rank span minus work, over the span (by makespan V-ZB's are up to 5 points higher, which
 ``jaxpipe compare`` shows). Figures are printed without numbers, so there the columns are ours and the formula's.
-Imports neither JAX nor NumPy.
+It imports neither JAX nor NumPy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxpipe.schedule import FAMILIES, CostProfile, Timeline, circular, generate
 from jaxpipe.schedule.passes import offload  # noqa: E402
 from jaxpipe.schedule.placement import one_to_one, v_shape  # noqa: E402
 from jaxpipe.schedule.problem import Problem  # noqa: E402
-from jaxpipe.search.families.interleaved import po_rows  # noqa: E402
+from jaxpipe.search.families.pipeoffload import po_rows  # noqa: E402
 from jaxpipe.search.solve import Options, SolveTask  # noqa: E402
 from jaxpipe.search.solve.solver import solve_any  # noqa: E402
 

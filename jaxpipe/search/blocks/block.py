@@ -45,9 +45,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, permutations, product, zip_longest
+from itertools import accumulate, pairwise, permutations, product, zip_longest
 
-from jaxpipe.schedule.placement import Placement, v_shape
+from jaxpipe.schedule.placement import Placement, circular, v_shape
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.search.retime import Retimer
 
@@ -179,6 +179,34 @@ def with_weight_gradients(block: BuildingBlock) -> BuildingBlock:
                 weight[j][s] = cell
                 break
     return replace(block, weight=tuple(map(tuple, weight)))
+
+
+def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0, fused: bool = False) -> BuildingBlock:
+    """Return the building block of a microbatch whose chunk c runs F in turn ``turns[c]`` of rank 0, and B of the last chunk as
+    soon as it can; B of the other chunks follow at the same distances. A turn is three cells: F, B, W.
+
+    ``group``: microbatches in a group, one turn apart, groups coming every group × v turns; 0: microbatches v turns apart.
+    ``fused``: a turn is F and BW, and ranks start 1 cell after each other, which needs chunks p turns apart.
+
+    With B and W apart ranks start 1 or 2 cells after each other, so that both F and B come round before the next chunk's
+    turn. This needs chunks at least ⌈p/2⌉ turns apart.
+    """
+    p, v = ranks, len(turns)
+    # the closest pair of chunks decides how late ranks may start and still have F round in time
+    distance = min((b - a for a, b in pairwise(turns)), default=p)
+    late = 0 if fused else min(p - 1, 3 * distance - p)
+    cells = [r + min(r, late) for r in range(p)]
+    forward = [3 * turn + cell for turn in turns for cell in cells]
+    back = [3 * (turns[-1] + turn + p - 1 - r) + cells[r] + 1 for turn in reversed(turns) for r in range(p)]
+    return BuildingBlock(
+        circular(p, v),
+        interval=3 if group else 3 * v,
+        forward=(tuple(forward),),
+        backward=(tuple(back),),
+        weight=() if fused else (tuple(cell + 1 for cell in back),),
+        group=group,
+        group_interval=3 * v * group,
+    )
 
 
 def repeat(block: BuildingBlock, problem: Problem, places: Sequence[int] | None = None) -> list[list[int]]:

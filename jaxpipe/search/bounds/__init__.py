@@ -32,7 +32,7 @@ from typing import NamedTuple
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, CostProfile
 from jaxpipe.schedule.engine import collectives_exposed
-from jaxpipe.schedule.ir import OpSpec, registered_ops
+from jaxpipe.schedule.ir import registered_ops
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import how_many
 from jaxpipe.search.bounds.memory import ChainTimes, Confined, StageWork, chunk_turns, confine, meet, releases
@@ -319,16 +319,11 @@ def _cheapest(costs: CostProfile, stage: int, parts: frozenset[str]) -> float:
     if not parts:
         return 0.0
     # the least over all registered ops: a bound holds for schedules with ops of the user's own, too
-    first = min(parts)
-    specs = [spec for spec in registered_ops() if first in spec.performs() and _has_cost(costs, spec)]
+    first, priced = min(parts), {*PER_STAGE_FIELDS, *dict(costs.extra)}
+    specs = [spec for spec in registered_ops() if first in spec.performs() and spec.cost in priced]
     return min(
         costs.seconds(spec.cost, stage) + _cheapest(costs, stage, parts.difference(spec.performs())) for spec in specs
     )
-
-
-def _has_cost(costs: CostProfile, spec: OpSpec) -> bool:
-    """Return whether ``costs`` can price a schedule with this op."""
-    return spec.cost in PER_STAGE_FIELDS or spec.cost in dict(costs.extra)
 
 
 def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -> list[Confined]:

@@ -416,10 +416,9 @@ _BLOCKS, _WITH_ENDS, _WITH_ENDS_FINISHED = 60, 24, 2
 _SCREENED, _A_FEW, _SCREENED_FINISHED = 24, 3, 2
 _ALL, _REFILLED, _PASSES = 20, 4, 16
 _FULL_SEARCH, _ALL_STARTS_AT_P = 4_000, 1_000
-"""Actions up to which all tries on a start are made, and for ``v-zb`` all starts are looked at (p = 16 has 3,456 with the few
-microbatches of the search); above, fewer by the square of the size. With fewer starts ``v-zb`` at p = 16, m = 64 takes 2 CPU
-seconds instead of 8, and makespans are 0.04% longer on average, 0.2% at most (4 cells of Table 5's costs, even and ± 10%).
-At limit p/2 fewer tries lose up to 0.8%, so ``v-adaptive`` keeps them."""
+"""Actions up to which all tries on a start are made, and for ``v-zb`` all starts are looked at; above, fewer by the square of
+the size: ``v-zb`` at p = 16, m = 64 takes 2 CPU seconds instead of 8, for makespans that are 0.04% longer. At limit p/2 fewer
+tries lose up to 0.8%, so ``v-adaptive`` keeps them."""
 
 
 @family(

@@ -16,10 +16,9 @@ from jaxpipe.schedule import CostProfile, Schedule, check_schedule, generate, si
 from jaxpipe.schedule.costs import Link
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import F, Problem, W
-from jaxpipe.search.blocks.block import repeat
-from jaxpipe.search.families.interleaved import (
+from jaxpipe.search.blocks.block import interleaved_block, repeat
+from jaxpipe.search.families.pipeoffload import (
     group_block,
-    interleaved_block,
     po_block,
     po_rows,
     shortest_distance,

@@ -14,7 +14,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, check_schedule, generate, simulate
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.search.families.interleaved import po_rows
+from jaxpipe.search.families.pipeoffload import po_rows
 from jaxpipe.search.retime import Retimer
 from tests.support.paths import GOLDEN
 from tests.support.schedule_strategies import random_costs

@@ -204,8 +204,9 @@ def costs_of(setting: Setting, efficiency: float, *, transfers: bool = True) -> 
         param_bytes=tuple(2 * x for x in parameters),
         optimizer_bytes=tuple(16 * x for x in parameters),
         link=Link(bytes_per_s=transfer_bytes_per_s(tp, efficiency)) if transfers else Link(),
-        tp_comm_s=tuple(n * collective_s for n in layers),
-        tp_collectives=tuple(max(1, 2 * n) for n in layers),
+        f_comm_s=tuple(n * collective_s for n in layers),
+        b_comm_s=tuple(n * collective_s for n in layers),
+        collectives=tuple(max(1, 2 * n) for n in layers),
         source="stp.txt table 2",
     )
 
@@ -218,7 +219,7 @@ def timeline_of(family: str, setting: Setting, microbatches: int, costs: CostPro
     schedules: Iterable[Schedule] = [schedule]
     if family == "v-zb":
         # The fastest baseline: its order by all costs, or by those without collectives, which more of its W's may stay behind.
-        without_collectives = replace(even, tp_comm_s=(0.0,) * costs.num_stages)
+        without_collectives = replace(even, f_comm_s=(0.0,) * costs.num_stages, b_comm_s=(0.0,) * costs.num_stages)
         orders = (schedule, generate(family, setting.pp, microbatches, costs=without_collectives))
         schedules = (fuse_neighbours(x) for order in orders for x in (order, prompt_weights(order)))
     return min((simulate(x, costs) for x in schedules), key=lambda x: x.makespan)

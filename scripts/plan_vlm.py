@@ -113,10 +113,9 @@ def rates() -> Efficiency:
     stage_costs = stage_costs_of(config, target, efficiency, quiet)
     layer = stage_costs.stages(((0, 1), (1, 2), (2, len(stage_costs.model.layers))), config.pipeline.recompute, 1)[1]
     costs = planned_costs([layer], replace(config.pipeline, ranks=1), target, efficiency, target.memory_bytes)
-    link = efficiency.link * costs.tp_comm_s[0] / (costs.f_s[0] * part / (1 - part))
-    quiet(
-        f"a layer takes {1e3 * costs.f_s[0]:.2f} ms and {1e3 * costs.tp_comm_s[0]:.2f} ms of links; so links at {link:.3f}"
-    )
+    comm_s = (costs.f_comm_s[0] + costs.b_comm_s[0]) / 2
+    link = efficiency.link * comm_s / (costs.f_s[0] * part / (1 - part))
+    quiet(f"a layer takes {1e3 * costs.f_s[0]:.2f} ms and {1e3 * comm_s:.2f} ms of links; so links at {link:.3f}")
     return replace(efficiency, link=link)
 
 

@@ -149,6 +149,11 @@ def reduction_pair(text: str) -> tuple[float, ...]:
     return _costs(text, "RG", "two as R,G, such as 0.5,0.25")
 
 
+def collective_times(text: str) -> tuple[float, ...]:
+    """Convert ``--tp-comm``: the collectives of F and B, or one number for both, each at least 0."""
+    return _costs(text if "," in text else f"{text},{text}", "FB", "one, or two as F,B, such as 0.5,0.8")
+
+
 def _costs(text: str, ops: str, expected: str) -> tuple[float, ...]:
     parts = text.split(",")
     if len(parts) != len(ops):
@@ -327,8 +332,8 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add_value(group, "--w-residual", "X", amount("fraction", most=1), text)
     text = "time to copy a share's activations to the host and back (0: free); required for schedules that offload"
     add_value(group, "--offload-time", "T", amount("offload time"), text)
-    text = "time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)"
-    add_value(group, "--tp-comm", "T", amount("time of TP collectives"), text)
+    text = "time of the collectives (tp, cp, experts) of a share's F and of its B, or of each of the two (default 0)"
+    add_value(group, "--tp-comm", "F[,B]", collective_times, text)
     text = "number of these collectives in each stage; two per layer are usual (default 1)"
     add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
     text = "time of R and G, which a rank's data parallelism takes once a step: reduction, gather (default 0,0)"
@@ -346,7 +351,7 @@ def _add_head_flag(parser: argparse.ArgumentParser) -> None:
 
 def _add_braid_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``--braid``."""
-    text = "run two neighbouring actions as one slot where that overlaps TP collectives and saves time"
+    text = "run two neighbouring actions as one slot where that overlaps collectives and saves time"
     add_switch(parser, "--braid", text)
 
 

@@ -59,7 +59,7 @@ class Record:
         return cls(schedule, costs, timeline, *bounds, offloaded, memory_limit, **facts)
 
     def json(self) -> dict[str, Any]:
-        """Return the record for JSON. ``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where
+        """Return the record for JSON. ``tp_exposed_s``: per rank, how long compute waits for collectives; empty where
         the costs have none."""
         timed = ("makespan", "max_span", "bubble_rate", "span_bubble_rate", "peak_activations")
         optional_keys = ("lower_bound", "span_lower_bound", "offloaded_share", "memory_limit", "group", "family_limit")
@@ -170,7 +170,7 @@ def print_summary(record: Record, units: Units, steps: StepsTimeline | None = No
     if timeline.tp_exposed_s:
         longest = time.show(max(timeline.tp_exposed_s))
         exposed = f"{timeline.tp_exposed_rate:.1%} of all time, part of the bubble"
-        rows.append(("TP exposed", f"{exposed} (at most {longest} on a rank)"))
+        rows.append(("comm exposed", f"{exposed} (at most {longest} on a rank)"))
     if record.offloaded_share:
         free = f"; {FREE_COPIES}" if record.free_copies else ""
         rows.append(("offloaded", f"{record.offloaded_share:.0%} of all activations{free}"))
@@ -210,7 +210,7 @@ def print_table(entries: Sequence[Record | Infeasible], units: Units) -> None:
         ("longest span", [time.show(r.timeline.max_span) for r in records]),
         ("bubble", [f"{r.timeline.bubble_rate:.1%}" for r in records]),
         ("span bubble", [f"{r.timeline.span_bubble_rate:.1%}" for r in records]),
-        ("TP exposed", [f"{r.timeline.tp_exposed_rate:.1%}" if r.timeline.tp_exposed_s else "" for r in records]),
+        ("comm exposed", [f"{r.timeline.tp_exposed_rate:.1%}" if r.timeline.tp_exposed_s else "" for r in records]),
         ("peak activations", [number(r.peak) for r in records]),
         ("offloaded", [f"{r.offloaded_share:.0%}" if r.offloaded_share else "" for r in records]),
         ("front", ["*" if id(r) in best else "" for r in records]),

@@ -111,7 +111,8 @@ class CostChoice:
         parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.flags.get("cost", (1, 1, 1)))]
         parts += ["S, T = " + ", ".join(f"{x:g}" for x in self.flags["head"])] if "head" in self.flags else []
         parts += [f"transfers {self.comm:g}"] if self.comm else []
-        parts += [f"TP collectives {self.flags['tp_comm']:g}"] if self.flags.get("tp_comm") else []
+        comm = dict.fromkeys(self.flags.get("tp_comm", ()))
+        parts += ["collectives " + ", ".join(f"{x:g}" for x in comm)] if any(comm) else []
         parts += ["R, G = " + ", ".join(f"{x:g}" for x in self.flags["reduction"])] if "reduction" in self.flags else []
         parts += [f"offload {self.offload_time:g}"] if self.offload_time is not None else []
         return ", ".join(parts)

@@ -286,7 +286,7 @@ def run_solve(arguments: argparse.Namespace) -> None:
         flags.notice(f"part of the search failed: {failure}")
     profile = costs.for_placement(solution.task.placement, solution.schedule.name)
     schedule, timeline = solution.schedule, solution.timeline
-    if any(profile.tp_comm_s):
+    if profile.has_collectives:
         schedule = schedule_verbs.after_passes(schedule, profile, arguments)
         timeline = simulate(schedule, profile)
     record = _with_proof(Record.of(schedule, profile, timeline, arguments.memory_limit), solution)

@@ -275,8 +275,8 @@ def cost_profile(
     runs beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
     ``optimizer_bytes``: gradient accumulators and ``state_bytes`` (by stage: masters, optimizer state, compiled code). Left to
     the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``extra``: entries of the profile's
-    field beside those of ops in ``seconds``. ``profile_fields``: further fields of the profile (links, ``tp_comm_s``: of the
-    tensor-parallel collectives of F, which ``seconds`` leave out).
+    field beside those of ops in ``seconds``. ``profile_fields``: further fields of the profile (links; ``f_comm_s``,
+    ``b_comm_s``: of the collectives of F and B, which ``seconds`` leave out).
     """
     fields: dict[str, Any] = {name: tuple(getattr(s, name) for s in stages) for name in _BYTES}
     extras = dict(extra)
@@ -295,7 +295,7 @@ def cost_profile(
         temp_bytes=tuple((op, temp(op)) for op in dict.fromkeys(op for s in stages for op in s.passing)),
         optimizer_bytes=tuple(s.acc_bytes + n for s, n in zip(stages, state_bytes or none, strict=True)),
         boundary_buffers=True,
-        tp_collectives=tuple(max(1, round(sum(s.exchanges.get("F", {}).values()))) for s in stages),
+        collectives=tuple(max(1, round(sum(s.exchanges.get("F", {}).values()))) for s in stages),
         source=source,
         **profile_fields,
     )
@@ -303,23 +303,39 @@ def cost_profile(
 
 def analytic_profile(stages: Sequence[StageFunctions]) -> CostProfile:
     """Make costs from shapes alone: seconds = FLOPs / :data:`DEFAULT_FLOPS_PER_S`, no workspace. Needs no device, and tells
-    enough to choose an order. Tensor-parallel collectives take what they would beside an H100 slowed down to that rate,
+    enough to choose an order. Collectives take what they would beside an H100 slowed down to that rate,
     latencies left out."""
     # Orders depend on ratios, so collectives must be slowed down as computation is.
     rates = replace(UnitCosts(), link_latency_s=0.0)
     slowed, sizes = rates.flops_per_s / DEFAULT_FLOPS_PER_S, sizes_of(stages)
+
+    def comm_s(op: str) -> tuple[float, ...]:
+        return tuple(slowed * s.exchange_s(op, lambda x: rates.collective_s(*x[:3])) for s in sizes)
+
     return cost_profile(
         sizes,
         flop_seconds(stages, DEFAULT_FLOPS_PER_S),
         source=f"analytic, {DEFAULT_FLOPS_PER_S:.3g} FLOP/s",
-        tp_comm_s=tuple(slowed * s.exchange_s("F", lambda x: rates.collective_s(*x[:3])) for s in sizes),
+        f_comm_s=comm_s("F"),
+        b_comm_s=comm_s("B"),
     )
+
+
+def measured_comm_s(analytic: CostProfile, collectives: Mapping[int, float]) -> dict[str, Any]:
+    """Return seconds of collectives by field of a profile and stage: of F as measured, ``collectives`` by stage; of B as much
+    longer than ``analytic`` costs say as those of F are; of stages that were not measured at the rate of the others (none, if
+    none were)."""
+    analytic_s = sum(analytic.f_comm_s[s] for s in collectives)
+    rate = sum(collectives.values()) / analytic_s if analytic_s else 0.0
+    f_comm_s = tuple(collectives.get(s, rate * x) for s, x in enumerate(analytic.f_comm_s))
+    pairs = zip(f_comm_s, analytic.f_comm_s, analytic.b_comm_s, strict=True)
+    return {"f_comm_s": f_comm_s, "b_comm_s": tuple(b * (measured / f if f else rate) for measured, f, b in pairs)}
 
 
 @dataclass(frozen=True, slots=True)
 class StageMeasurements:
     """``timings`` and ``footprints`` (workspace, arguments, results: bytes) by (op, stage). ``host``: the host link, if it was
-    measured. ``collectives``: by stage, the tensor-parallel collectives of its F alone, where it has any. ``crowding``: as in
+    measured. ``collectives``: by stage, the collectives of its F alone, where it has any. ``crowding``: as in
     the profile."""
 
     stages: tuple[StageFunctions, ...]
@@ -336,8 +352,7 @@ class StageMeasurements:
         F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
         """
         ops = {op for op, _ in self.timings}
-        exchanged = medians(self.collectives)
-        comm = tuple(exchanged.get(s, 0.0) for s in range(len(self.stages)))
+        comm = measured_comm_s(analytic_profile(self.stages), medians(self.collectives))
         workspace, code = compiled_bytes(self.stages, ops, self.footprints) if self.footprints else ({}, ())
         costs = cost_profile(
             sizes_of(self.stages),
@@ -347,7 +362,7 @@ class StageMeasurements:
             state_bytes=code,
             link=link if link is not None else Link(),
             host=self.host.host_link() if self.host is not None else HostLink(),
-            tp_comm_s=comm,
+            **comm,
         )
         return replace(costs, crowding=self.crowding)
 
@@ -459,7 +474,15 @@ def at_ranks_share(costs: CostProfile, schedule: Schedule) -> CostProfile:
     share = max(1 / costs.crowding, 1 - simulate(schedule, costs).bubble_rate)
     costs = replace(costs, crowding=1.0)
     specs = [op_spec(action.op) for action in schedule.actions()]
-    names = {"f_s", "b_s", "w_s", "bw_s", "tp_comm_s", *(x.cost for x in specs if x.lane == "compute" and x.cost)}
+    names = {
+        "f_s",
+        "b_s",
+        "w_s",
+        "bw_s",
+        "f_comm_s",
+        "b_comm_s",
+        *(x.cost for x in specs if x.lane == "compute" and x.cost),
+    }
     for name in sorted(names):
         costs = costs.with_values(name, tuple(share * x for x in costs.values(name)))
     return costs

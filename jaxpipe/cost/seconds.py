@@ -30,6 +30,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -97,7 +98,9 @@ def ops_of(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
 
 
 def measured_seconds(
-    stages: Sequence[StageFunctions], measured: Mapping[tuple[str, int], float], comm_s: Sequence[float] = ()
+    stages: Sequence[StageFunctions],
+    measured: Mapping[tuple[str, int], float],
+    comm_s: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> Seconds:
     """Complete measured seconds to all ops and stages.
 
@@ -106,8 +109,8 @@ def measured_seconds(
 
     Args:
         measured: by (op, stage), of functions or copies that ran alone.
-        comm_s: by stage, the tensor-parallel collectives of F, and as much of B, which are taken off these; where there are
-            any, BW takes no longer than B and W.
+        comm_s: of collectives, by the field of a profile that holds them and by stage, which are taken off F and B; where there
+            are any, BW takes no longer than B and W.
     """
     all_ops = ops_of(stages)
 
@@ -120,10 +123,10 @@ def measured_seconds(
 
     def seconds(op: str, s: int) -> float:
         spec = op_spec(op)
-        if spec.parts and (any(comm_s) or (op, s) not in measured):
+        if spec.parts and (any(map(any, comm_s.values())) or (op, s) not in measured):
             return min(measured.get((op, s), math.inf), sum(seconds(part, s) for part in spec.parts))
         total_s = measured.get((op, s), max(LEAST_S, rates[op] * stages[s].flops.get(op, 0)))
-        return max(0.0, total_s - comm_s[s]) if comm_s and spec.collective else total_s
+        return max(0.0, total_s - comm_s[spec.collective][s]) if spec.collective in comm_s else total_s
 
     return {op: tuple(seconds(op, s) for s in range(len(stages))) for op in all_ops}
 

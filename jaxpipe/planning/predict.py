@@ -63,9 +63,8 @@ def planned_costs(
 ) -> CostProfile:
     """Return the cost profile of planned stages: seconds by roofline, bytes from shapes, links of the target.
     ``limit_bytes``: what arrays may fill on a device. ``room``: of experts' buffers, in means of the rows; products and
-    exchanges take whole buffers, so an imbalance costs what is beyond. F and B are taken to need equally long collectives,
-    which they do but for an embedding and a head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer
-    state."""
+    exchanges take whole buffers, so an imbalance costs what is beyond. ``optimizer_bytes``: gradient
+    accumulators, master parameters and optimizer state."""
     sizes = [s.sizes for s in stages]
     crowded = max(1.0, efficiency.imbalance / room)
 
@@ -75,7 +74,7 @@ def planned_costs(
     f, b, w = ([x.exchange_s(op, collective_s) for x in sizes] for op in ("F", "B", "W"))
     work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
     seconds = {op: [max(LEAST_S, x.seconds + (crowded - 1) * x.expert_s) for x in row] for op, row in work.items()}
-    # collectives of F and B are in ``tp_comm_s``, which braids can hide; nothing hides the gathers of what W recomputes
+    # braids can hide the collectives of F and B, which have fields of their own; nothing hides the gathers of what W recomputes
     for op in ("W", "BW"):
         seconds[op] = [x + gathers for x, gathers in zip(seconds[op], w, strict=True)]
     return cost_profile(
@@ -87,7 +86,8 @@ def planned_costs(
         links=near_links(target, efficiency, pipe),
         host=host_link(target, efficiency, pipe),
         memory_limit_bytes=(limit_bytes,) * pipe.ranks,
-        tp_comm_s=tuple((x + y) / 2 for x, y in zip(f, b, strict=True)),
+        f_comm_s=tuple(f),
+        b_comm_s=tuple(b),
         reduce_s=tuple(reduction_s(x, target, efficiency, pipe) for x in sizes),
         gather_s=tuple(gather_s(x, target, efficiency, pipe) for x in sizes),
         net_overlaps=False,

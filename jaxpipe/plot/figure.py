@@ -29,7 +29,7 @@ from jaxpipe.schedule.timeline import Timeline, chunks_in
 LANES = ("compute", "tp", "d2h", "h2d", "net", "send")
 LANE_TITLES = {
     "compute": "compute",
-    "tp": "TP collectives",
+    "tp": "collectives",
     "d2h": "device → host",
     "h2d": "host → device",
     "net": "reduce and gather over dp",
@@ -107,7 +107,7 @@ def op_title(op: str) -> str:
 
 def colour_of(op: str, lane: str, chunk: int, num_chunks: int) -> str:
     """Return the fill of a cell: the op's colour, paler for later chunks; one colour for all transfers to another rank, and
-    one for all TP collectives."""
+    one for all collectives."""
     if lane in _LANE_COLOURS:
         return _LANE_COLOURS[lane]
     spec = spec_of(op)
@@ -196,7 +196,7 @@ def summary(timeline: Timeline, units: Units) -> str:
         f"peak {number(max(timeline.peak_activations, default=0.0))} activations",
     ]
     if timeline.tp_exposed_s:
-        parts.insert(3, f"TP exposed {timeline.tp_exposed_rate:.1%}")
+        parts.insert(3, f"comm exposed {timeline.tp_exposed_rate:.1%}")
     if units == "si":
         most = max(timeline.peak_bytes, default=0.0)
         parts.append(f"{memory_scale(most, units).show(most)} a rank")
@@ -208,7 +208,7 @@ _ROW_COLOURS = ("#5b6472", "#c2410c", "#7c3aed", "#0f766e")
 _RASTER_CELLS = 20_000
 """Cells above which an SVG holds them as an image instead of one polygon each."""
 _GRID, _IDLE = "#d7dbe0", "#eef0f3"
-_NAMED = {"tp": "TP collectives", "send": "transfer to another rank"}
+_NAMED = {"tp": "collectives", "send": "transfer to another rank"}
 """Lanes whose cells have one colour whatever the op, and their text in the legend."""
 
 

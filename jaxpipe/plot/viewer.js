@@ -368,7 +368,7 @@
   };
   const seen = new Set();
   for (const kind of data.kinds) {
-    const text = { send: "transfer to another rank", tp: "TP collectives" }[kind.lane] || kind.title;
+    const text = { send: "transfer to another rank", tp: "collectives" }[kind.lane] || kind.title;
     if (!seen.has(text)) { seen.add(text); addLegend(kind.fill, text); }
   }
   if (data.chunks > 1) {

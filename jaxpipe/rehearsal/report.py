@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from jaxpipe.cost.memory import RankMemory, compiled_bytes
-from jaxpipe.cost.profile import cost_profile, sizes_of
+from jaxpipe.cost.profile import cost_profile, measured_comm_s, sizes_of
 from jaxpipe.cost.seconds import Timing, measured_seconds, medians
 from jaxpipe.errors import RunError
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reduce, Reload, Run, Send, Sync
@@ -168,21 +168,18 @@ def costs_from(
     link: Link | None = None,
     host: HostLink | None = None,
 ) -> CostProfile:
-    """Return a cost profile of measured ``seconds`` by (op, stage), F, B, W, BW, O and L, and of the tensor-parallel
-    ``collectives`` of F by stage.
+    """Return a cost profile of measured ``seconds`` by (op, stage), F, B, W, BW, O and L, and of the ``collectives`` of F
+    by stage.
 
     An op of a stage that was not measured gets what :func:`~jaxpipe.cost.seconds.measured_seconds` makes of the others; a
-    copy what ``host`` says; collectives what those of the pipeline's costs take at the rate of the measured ones (none, if
-    none were). ``link``: between any two ranks; free by default. XLA's workspace is in ``temp_bytes`` only if some function of
-    every stage was measured.
+    copy what ``host`` says; collectives what :func:`~jaxpipe.cost.profile.measured_comm_s` makes of the pipeline's costs.
+    ``link``: between any two ranks; free by default. XLA's workspace is in ``temp_bytes`` only if some function of every stage
+    was measured.
     """
     base, stages = pipeline.costs, pipeline.stages
     complete = {s for _, s in seconds} >= set(range(len(stages)))
     workspace, code = compiled_bytes(stages) if complete else ({}, ())
-    # how much longer collectives take than the analytic costs say; stages that were not measured are scaled alike
-    analytic = sum(base.tp_comm_s[s] for s in collectives)
-    rate = sum(collectives.values()) / analytic if analytic else 0.0
-    comm = tuple(collectives.get(s, rate * x) for s, x in enumerate(base.tp_comm_s))
+    comm = measured_comm_s(base, collectives)
     costs = cost_profile(
         sizes_of(stages),
         measured_seconds(stages, seconds, comm),
@@ -192,7 +189,7 @@ def costs_from(
         link=link if link is not None else base.link,
         links=base.links,
         host=host if host is not None else base.host,
-        tp_comm_s=comm,
+        **comm,
         memory_limit_bytes=base.memory_limit_bytes,
         extra=base.extra,
     )

@@ -77,8 +77,9 @@ class CostProfile:
     ``param_bytes``: parameters; ``optimizer_bytes``: all else that stays through the step: gradient accumulators, masters,
     optimizer state. ``boundary_buffers``: whether ``boundary_bytes`` count as memory from the start of the action that sends
     them (on the rank that receives them; from its end where both are one rank) to the start of the action that reads them.
-    ``tp_comm_s``: seconds of the tensor-parallel collectives of one F, and the same again of one B (T_AR of `stp.txt` section
-    4.3); f_s, b_s, w_s and bw_s leave them out. ``tp_collectives``: how many collectives that is (two a layer in the paper).
+    ``f_comm_s``, ``b_comm_s``: seconds of the collectives between the devices of a rank (over tp, cp or ep) in one F and in one
+    B (T_AR of `stp.txt` section 4.3); f_s, b_s, w_s and bw_s leave them out. ``collectives``: how many that is in each of
+    them (two a layer in the paper).
     ``extra``: pairs of name and values per stage, for costs and memory fields of ops that users register. ``group_comm_s``:
     seconds of the collective that ends what the ranks of a shared stage did by themselves. A stage of a span above 1 has the
     costs of one action, that is of all its microbatches together. ``crowding``: seconds are those of ranks that share the cores
@@ -111,8 +112,9 @@ class CostProfile:
     source: str = "unit costs"
     boundary_buffers: bool = False
     extra: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    tp_comm_s: tuple[float, ...] = ()
-    tp_collectives: tuple[int, ...] = ()
+    f_comm_s: tuple[float, ...] = ()
+    b_comm_s: tuple[float, ...] = ()
+    collectives: tuple[int, ...] = ()
     group_comm_s: tuple[float, ...] = ()
     crowding: float = 1.0
     reduce_s: tuple[float, ...] = ()
@@ -127,13 +129,14 @@ class CostProfile:
             "boundary_bytes",
             "param_bytes",
             "optimizer_bytes",
-            "tp_comm_s",
+            "f_comm_s",
+            "b_comm_s",
             "group_comm_s",
             "reduce_s",
             "gather_s",
         ):
             self._default(name, zeros)
-        self._default("tp_collectives", (1,) * n)
+        self._default("collectives", (1,) * n)
         # before the seconds of O and L, which are made of these bytes
         self._default("offloadable_bytes", self.residual_bytes)
         for name, rate in (("offload_s", self.host.d2h_bytes_per_s), ("load_s", self.host.h2d_bytes_per_s)):
@@ -149,7 +152,7 @@ class CostProfile:
     def _problems(self, n: int) -> Iterator[str]:
         tables = [(name, getattr(self, name)) for name in PER_STAGE_FIELDS]
         tables += [(f"{x}[{name}]", values) for x in ("temp_bytes", "extra") for name, values in getattr(self, x)]
-        for name, values in (*tables, ("tp_collectives", self.tp_collectives)):
+        for name, values in (*tables, ("collectives", self.collectives)):
             if len(values) != n:
                 yield f"{name} has {len(values)} entries for {n} stages"
         for name, values in tables:
@@ -157,9 +160,9 @@ class CostProfile:
                 # NaN fails here, too; the upper end leaves room to add up without overflow
                 if not 0 <= x < 1e300:
                     yield f"{name}[{s}] is {x}; want a finite number >= 0"
-        for s, count in enumerate(self.tp_collectives):
+        for s, count in enumerate(self.collectives):
             if not isinstance(count, int) or count < 1:
-                yield f"tp_collectives[{s}] is {count}; want a whole number of at least 1"
+                yield f"collectives[{s}] is {count}; want a whole number of at least 1"
         if not 1 <= self.crowding < 1e300:
             yield f"crowding is {self.crowding}; want a number of at least 1"
         for r, x in enumerate(self.memory_limit_bytes):
@@ -169,6 +172,11 @@ class CostProfile:
     @property
     def num_stages(self) -> int:
         return len(self.f_s)
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether an F or a B waits for collectives."""
+        return any(self.f_comm_s) or any(self.b_comm_s)
 
     def require_stages(self, num_stages: int, what: str) -> None:
         """Raise ScheduleError unless these are the costs of so many stages, which ``what`` has."""
@@ -223,7 +231,7 @@ class CostProfile:
         part: dict[str, Any] = {name: getattr(self, name)[stages.start : stages.stop] for name in PER_STAGE_FIELDS}
         for name in ("temp_bytes", "extra"):
             part[name] = tuple((key, values[stages.start : stages.stop]) for key, values in getattr(self, name))
-        return replace(self, **part, tp_collectives=self.tp_collectives[stages.start : stages.stop])
+        return replace(self, **part, collectives=self.collectives[stages.start : stages.stop])
 
     @classmethod
     def on(cls, placement: Placement, *, head: tuple[float, float] = (0.0, 0.0), **share: Any) -> CostProfile:
@@ -239,8 +247,8 @@ class CostProfile:
 
         heads = {"f_s": head[0], "w_s": head[1], "bw_s": head[1]}
         wider: dict[str, Any] = {name: around(getattr(chain, name), heads.get(name, 0.0)) for name in PER_STAGE_FIELDS}
-        counts = (1,) * trunk.start + chain.tp_collectives + (1,) * (p + 1)
-        return replace(chain, **wider, tp_collectives=counts)
+        counts = (1,) * trunk.start + chain.collectives + (1,) * (p + 1)
+        return replace(chain, **wider, collectives=counts)
 
     @classmethod
     def uniform(
@@ -255,7 +263,7 @@ class CostProfile:
         w_residual: float = 1.0,
         offload_time: float = 0.0,
         host_mode: HostMode = "duplex",
-        tp_comm: float = 0.0,
+        tp_comm: float | tuple[float, ...] = 0.0,
         tp_collectives: int = 1,
         reduction: tuple[float, float] = (0.0, 0.0),
         source: str = "uniform",
@@ -263,13 +271,14 @@ class CostProfile:
         """Equal stages. ``f b w`` and ``offload_time`` (the round trip) are one rank's share of a microbatch; each of the
         ``chunks`` stages of a rank takes that divided by ``chunks``, and holds ``1/chunks`` activation, of which the
         fraction ``w_residual`` stays from B's end to W's end. ``comm``: seconds of one transfer, a
-        latency. ``tp_comm``: seconds of the
-        TP collectives of a share's F (the same again for B), divided like ``f``; ``tp_collectives``: how many a stage has.
+        latency. ``tp_comm``: seconds of the collectives of a share's F and again of its B, or a pair of both, divided like
+        ``f``; ``tp_collectives``: how many a stage has.
         ``reduction``: seconds of R and G of all stages of a rank, once a step."""
         if chunks < 1 or num_stages < 1:
             raise ScheduleError(f"costs need at least one stage and one chunk, got {num_stages} and {chunks}")
         if not 0 <= w_residual <= 1:
             raise ScheduleError(f"w_residual is {w_residual}; want a fraction between 0 and 1")
+        f_comm, b_comm = tp_comm if isinstance(tp_comm, tuple) else (tp_comm, tp_comm)
 
         def each(x: float) -> tuple[float, ...]:
             return (x / chunks,) * num_stages
@@ -286,8 +295,9 @@ class CostProfile:
             link=Link(latency_s=comm),
             host=HostLink(mode=host_mode),
             source=source,
-            tp_comm_s=each(tp_comm),
-            tp_collectives=(tp_collectives,) * num_stages,
+            f_comm_s=each(f_comm),
+            b_comm_s=each(b_comm),
+            collectives=(tp_collectives,) * num_stages,
             reduce_s=each(reduction[0]),
             gather_s=each(reduction[1]),
         )

@@ -304,7 +304,7 @@ def strand(costs: CostProfile, op: str, stage: int) -> Strand:
     """
     spec = op_spec(op)
     seconds = costs.seconds(spec.cost, stage)
-    units = costs.tp_collectives[stage] if not spec.is_sync else 1
+    units = costs.collectives[stage] if not spec.is_sync else 1
     part = next((x for x in (spec, *map(op_spec, spec.parts)) if x.collective), None)
     if part is None:
         return Strand(0.0, 0.0, seconds, units)
@@ -319,7 +319,7 @@ def slot_lanes(costs: CostProfile, actions: Sequence[tuple[str, int]]) -> Woven:
         ScheduleError: the costs lack what an op takes.
     """
     seconds = [costs.seconds(op_spec(op).cost, stage) for op, stage in actions]
-    if not any(costs.tp_comm_s[stage] for _, stage in actions):
+    if not any(costs.f_comm_s[stage] or costs.b_comm_s[stage] for _, stage in actions):
         return Woven(total := sum(seconds), total)
     return weave([strand(costs, op, stage) for op, stage in actions], seconds)
 
@@ -330,15 +330,14 @@ def collectives_exposed(costs: CostProfile) -> CostProfile:
 
     A schedule without braids takes as long under both; generators and the solver, which make no braids, work on this form.
     """
-    if not any(costs.tp_comm_s):
+    if not costs.has_collectives:
         return costs
 
     def alone(op: str) -> tuple[float, ...]:
         return tuple(slot_lanes(costs, [(op, s)]).seconds for s in range(costs.num_stages))
 
-    return replace(
-        costs, f_s=alone("F"), b_s=alone("B"), w_s=alone("W"), bw_s=alone("BW"), tp_comm_s=(), tp_collectives=()
-    )
+    exposed = {op_spec(op).cost: alone(op) for op in ("F", "B", "W", "BW")}
+    return replace(costs, **exposed, f_comm_s=(), b_comm_s=(), collectives=())  # type: ignore[arg-type]
 
 
 def weave(strands: Sequence[Strand], seconds: Sequence[float] | None = None) -> Woven:

@@ -152,8 +152,9 @@ _KEYS = {"num_ranks": "ranks", "num_microbatches": "microbatches"}
 """Fields that are called otherwise in JSON."""
 _QUIET = {
     "span": 1,
-    "tp_comm_s": 0,
-    "tp_collectives": 1,
+    "f_comm_s": 0,
+    "b_comm_s": 0,
+    "collectives": 1,
     "group_comm_s": 0,
     "boundary_buffers": False,
     "crowding": 1.0,
@@ -163,6 +164,8 @@ _QUIET = {
     "tp_exposed_s": None,
 }
 """Fields that are written where they hold anything else."""
+_FORMER_KEYS = {"tp_comm_s": ("f_comm_s", "b_comm_s"), "tp_collectives": ("collectives",)}
+"""Keys of cost profiles that jaxpipe 0.1 wrote, and the fields that they now are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +225,8 @@ def to_costs(costs: CostProfile) -> Json:
 
 def from_costs(data: object) -> CostProfile:
     """Only the keys of :class:`CostProfile` without a default are needed. Raises ScheduleParseError, naming the key."""
+    if isinstance(data, dict):
+        data = {name: x for key, x in data.items() for name in _FORMER_KEYS.get(key, (key,))}
     return _record(CostProfile, data, "cost profile", COSTS_FORMAT)
 
 

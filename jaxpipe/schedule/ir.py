@@ -64,7 +64,7 @@ class OpSpec:
     ``parts``: the elementary operations it performs (``BW`` performs ``B`` and ``W``); an op performs itself by default.
     ``required``: every (stage, microbatch) must have this part performed exactly once.
     ``sends``: where what consumes its result is (``succ`` for F's activation, ``pred`` for B's cotangent).
-    ``collective``: the property that gives the seconds of the tensor-parallel collectives it waits for
+    ``collective``: the property that gives the seconds of the collectives it waits for
     (:mod:`~jaxpipe.schedule.engine`); empty: it has none, or its parts have them.
     ``colour``: fill used by the renderers. ``together``: on a stage spread over ranks, an op that sends starts on all of them
     at once; if False each rank runs it by itself, and other stages wait for all of them and a collective (``group_comm_s``).
@@ -181,11 +181,13 @@ _KEPT = MemoryEffect("end", +1, "w_residual_bytes")
 _B = (_takes("cotangent_bytes"), _frees("residual_bytes"), _frees("cotangent_bytes"), _KEPT)
 _F, _W, _BW = (_takes("residual_bytes"),), (_frees("w_residual_bytes"),), (_frees("residual_bytes"),)
 _O, _L = (_frees("offloadable_bytes"),), (_takes("offloadable_bytes"),)
-_TP, _BOTH = "tp_comm_s", "gradients of input and weights together"
+_BOTH = "gradients of input and weights together"
 _REDUCE, _GATHER = "reduce the stage's gradients over dp", "gather the stage's parameters (ZeRO-1)"
 _SPECS = (  # name, lane, waits, cost, memory, parts, required, sends, colour, description, collective
-    OpSpec("F", "compute", _FORWARD, "f_s", _F, (), True, "succ", "#0072b2", "forward", _TP),
-    OpSpec("B", "compute", _BACKWARD, "b_s", _B, (), True, "pred", "#f0b429", "gradient of the stage input", _TP),
+    OpSpec("F", "compute", _FORWARD, "f_s", _F, (), True, "succ", "#0072b2", "forward", "f_comm_s"),
+    OpSpec(
+        "B", "compute", _BACKWARD, "b_s", _B, (), True, "pred", "#f0b429", "gradient of the stage input", "b_comm_s"
+    ),
     OpSpec("W", "compute", _AFTER_B, "w_s", _W, (), True, "none", "#009e73", "gradient of the stage weights"),
     OpSpec("BW", "compute", _BACKWARD, "bw_s", _BW, ("B", "W"), False, "pred", "#d55e00", _BOTH),
     OpSpec("O", "d2h", (_AFTER_F,), "offload_s", _O, colour="#cc79a7", description="offload residuals to host memory"),

@@ -56,7 +56,7 @@ class Problem:
     def of(cls, placement: Placement, num_microbatches: int, costs: CostProfile | None = None) -> Problem:
         """Return the problem of ``placement`` with ``costs`` (default: F = B = W = 1 for one rank's share, no transfer time).
 
-        TP collectives become part of the actions: generators order plain actions, where none is hidden.
+        collectives become part of the actions: generators order plain actions, where none is hidden.
 
         Raises:
             ScheduleError: the stages are no plain chain, or the costs are for another number of stages.

@@ -1,7 +1,7 @@
 """When everything in a schedule happens, under given costs: the simulator, replay of measured durations, several steps on end.
 
 Source: ``jaxpipe/README.md``; :mod:`jaxpipe.schedule.engine` holds the rules of time and :mod:`jaxpipe.schedule.memory`
-those of memory. Every slot starts as early as it can. What TP collectives cost a slot, and how a braided slot hides them,
+those of memory. Every slot starts as early as it can. What collectives cost a slot, and how a braided slot hides them,
 says :mod:`jaxpipe.schedule.engine`; without collectives a braid costs the sum of its actions. A braided slot waits for what
 all its actions wait for, and all its results are there when it ends. O and L start after the compute slot before them in
 their row, so an O further back than right behind its F may cost time (:mod:`~jaxpipe.schedule.passes.host_lane`). Not modelled:
@@ -64,7 +64,7 @@ def simulate_graph(graph: DependencyGraph, costs: CostProfile, last_passages: Se
     lanes_of = {key: slot_lanes(costs, [(a.op, a.stage) for a in slot.actions]) for key, slot in kinds.items()}
     passages = [*_passages(graph.transfers[: len(graph.transfers) - len(last_passages)], costs), *last_passages]
     timeline = _timeline(graph, costs, [lanes_of[key].seconds for key in keys], passages)
-    return _with_collectives(timeline, lanes_of) if any(costs.tp_comm_s) else timeline
+    return _with_collectives(timeline, lanes_of) if costs.has_collectives else timeline
 
 
 def _key(slot: Slot) -> object:

@@ -99,7 +99,7 @@ class Timeline:
 
     @property
     def compute_s(self) -> tuple[float, ...]:
-        """Return, per rank, seconds spent on the compute lane, waits for TP collectives left out: those count as bubble."""
+        """Return, per rank, seconds spent on the compute lane, waits for collectives left out: those count as bubble."""
         # waits inside compute events count as bubble, so they come off here
         total = [-x for x in self.tp_exposed_s] or [0.0] * self.num_ranks
         for e in self.events:
@@ -109,7 +109,7 @@ class Timeline:
 
     @property
     def tp_exposed_rate(self) -> float:
-        """Σ_r tp_exposed_r / (p · makespan): the part of the bubble that TP collectives make."""
+        """Σ_r tp_exposed_r / (p · makespan): the part of the bubble that collectives make."""
         total = self.num_ranks * self.makespan
         return sum(self.tp_exposed_s) / total if total > 0 else 0.0
 

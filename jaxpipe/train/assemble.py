@@ -211,7 +211,7 @@ def final_order(
     """Return the order of ``pipe`` for stages of these ``costs``, where ``draft`` was chosen by relative costs, before they
     were there. It is the draft's own schedule, unless
 
-    * stages have tensor-parallel collectives: the families of `stp.txt` choose their warm-up by them, others leave room for
+    * stages have collectives (tp, cp, ep): the families of `stp.txt` choose their warm-up by them, others leave room for
       what F and B wait;
     * the memory limit would break with the bytes that stages really hold. What waits for W may be larger than what F saved
       (with recomputation it often is), which is known once stages are split;
@@ -238,7 +238,7 @@ def final_order(
         return max(simulate(schedule, costs).peak_activations)
 
     # Collectives first: an order chosen by their durations is then held to the limit, and passes keep to it.
-    if any(costs.tp_comm_s) and source.takes_costs:
+    if costs.has_collectives and source.takes_costs:
         timed = costs_with(_TIMED)
         if not timed.links and timed.link == Link():
             # Among orders that are equal where transfers take no time, most wait where they take some. One made for transfers
@@ -258,7 +258,7 @@ def final_order(
         schedule = order_by(costs_with(_HELD))
     if pipe.passes.separate_gradients:
         schedule = separate_gradients(schedule, costs, memory_limit=limit)
-    if pipe.passes.braid == "adjacent" and any(costs.tp_comm_s):
+    if pipe.passes.braid == "adjacent" and costs.has_collectives:
         schedule = braid(schedule, costs, memory_limit=limit)
     if (split or pipe.passes.split_backwards == "always") and fused_backwards(schedule):
         split_schedule = split_backwards(schedule)
@@ -301,5 +301,6 @@ def planned_order(pipe: PipelineConfig, draft: ScheduleDraft, costs: CostProfile
 
 _HELD = ("residual_bytes", "w_residual_bytes", "offloadable_bytes")
 _TIMED = (
-    "f_s", "b_s", "w_s", "bw_s", "tp_comm_s", "tp_collectives", "link", "links", "boundary_bytes", "source",
+    "f_s", "b_s", "w_s", "bw_s", "f_comm_s", "b_comm_s", "collectives", "link", "links", "boundary_bytes",
+    "source",
 )  # fmt: skip

@@ -4,6 +4,7 @@ simulation."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,13 @@ def test_schedule_reports_exposed_collectives(capsys: pytest.CaptureFixture[str]
         assert record["tp_exposed_s"] == list(timeline.tp_exposed_s)
         assert record["bubble_rate"] == timeline.bubble_rate
     assert run_json(capsys, "schedule", "v-zb", *SIZES)["tp_exposed_s"] == []
+    apart = replace(COSTS, b_comm_s=(0.35,) * 4)
+    makespan = simulate(generate("stp", 2, 6, costs=apart), apart).makespan
+    assert run_json(capsys, "schedule", "stp", *SIZES, *TP, "--tp-comm", "0.4,0.7")["makespan"] == makespan
+    assert main(["schedule", "stp", *SIZES, "--tp-comm", "1,2,3"]) == 2
+    assert "'1,2,3' has 3 values; want one, or two as F,B" in capsys.readouterr().err
     assert main(["schedule", "stp", *SIZES, *TP]) == 0
-    assert "TP exposed" in capsys.readouterr().out
+    assert "comm exposed" in capsys.readouterr().out
 
 
 def test_braid_of_every_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -67,8 +73,8 @@ def test_solve_braids_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
 def test_pictures_show_collectives(tmp_path: Path) -> None:
     path = tmp_path / "stp.svg"
     assert main(["schedule", "stp", *SIZES, *TP, "-o", str(path), "-o", str(tmp_path / "stp.html")]) == 0
-    assert "TP collectives" in path.read_text(encoding="utf-8")
-    assert "TP collectives" in (tmp_path / "stp.html").read_text(encoding="utf-8")
+    assert "collectives" in path.read_text(encoding="utf-8")
+    assert "collectives" in (tmp_path / "stp.html").read_text(encoding="utf-8")
 
 
 def test_flags_contradict_a_cost_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -57,13 +57,13 @@ def test_collectives_are_timed_apart_and_taken_out_of_f_and_b() -> None:
     measured = measure_stages(pipe.stages, repeats=3, memory=False)
     assert measured.collectives.keys() == {0, 1}
     costs = measured.costs()
-    assert costs.tp_comm_s == tuple(measured.collectives[s].median_s for s in range(2))
-    assert costs.tp_collectives == (3, 4)  # embedding, two of the block; two of the block, two of the cross entropy
+    assert costs.f_comm_s == tuple(measured.collectives[s].median_s for s in range(2))
+    assert costs.collectives == (3, 4)  # embedding, two of the block; two of the block, two of the cross entropy
     for s in range(2):
-        both = costs.f_s[s] + costs.tp_comm_s[s]
-        assert both == pytest.approx(max(measured.timings["F", s].median_s, costs.tp_comm_s[s]))
+        both = costs.f_s[s] + costs.f_comm_s[s]
+        assert both == pytest.approx(max(measured.timings["F", s].median_s, costs.f_comm_s[s]))
     analytic = cost.analytic_profile(pipe.stages)
-    assert all(x > 0 for x in analytic.tp_comm_s)
+    assert all(x > 0 for x in (*analytic.f_comm_s, *analytic.b_comm_s))
     assert time_collectives(pipe.stages[0].functions["W"], 1) is None
     assert not measure_stages(_pipe().stages, repeats=1, memory=False).collectives
 

@@ -205,7 +205,9 @@ def test_rules_order_random_graphs_with_spans(seed: int) -> None:
         for rewritten in (
             separate_gradients(schedule, costs),
             offload(schedule, costs).schedule,
-            braid(schedule, replace(costs, tp_comm_s=(0.5,) * placement.num_stages)),
+            braid(
+                schedule, replace(costs, f_comm_s=(0.5,) * placement.num_stages, b_comm_s=(0.5,) * placement.num_stages)
+            ),
         ):
             check_schedule(rewritten)
 

@@ -102,6 +102,19 @@ def test_near_the_optimum_of_small_slots() -> None:
     assert sum(x > 1e-9 for x in longer) <= len(longer) / 100
 
 
+def test_collectives_of_f_and_b_apart() -> None:
+    """Each op waits for its own; a braid of F and B takes what both lanes need."""
+    costs = CostProfile.uniform(1, f=4, b=6, w=2, tp_comm=(1.0, 3.0), tp_collectives=4)
+    alone = {op: slot_lanes(costs, [(op, 0)]).seconds for op in ("F", "B", "W")}
+    assert alone == pytest.approx({"F": 5, "B": 9, "W": 2})
+    assert (collectives_exposed(costs).f_s, collectives_exposed(costs).b_s) == ((5,), (9,))
+    assert 10 <= slot_lanes(costs, [("F", 0), ("B", 0)]).seconds < 14
+    only_b = CostProfile.uniform(1, f=4, b=6, w=2, tp_comm=(0.0, 3.0), tp_collectives=4)
+    assert only_b.has_collectives
+    assert slot_lanes(only_b, [("F", 0)]).exposed_s == 0
+    assert 8 <= slot_lanes(only_b, [("BW", 0)]).seconds < 11, "W hides B's"
+
+
 def test_generators_without_braids_see_collectives_as_part_of_the_actions() -> None:
     """Simulating with lanes and simulating the folded costs are the same for schedules without braids."""
     for name in FAMILIES:
@@ -155,16 +168,20 @@ def test_exposed_collectives_are_bubble() -> None:
 def test_json_round_trips() -> None:
     assert from_costs(to_costs(COSTS)) == COSTS
     plain = to_costs(CostProfile.uniform(2))
-    assert not {"tp_comm_s", "tp_collectives"} & set(plain)
+    assert not {"f_comm_s", "b_comm_s", "collectives"} & set(plain)
     timeline = simulate(generate("stp", 2, 4), CostProfile.uniform(4, chunks=2, tp_comm=0.2))
     assert from_timeline(to_timeline(timeline)) == timeline
     assert "tp_exposed_s" not in to_timeline(simulate(generate("1f1b", 2, 4), CostProfile.uniform(2)))
-    with pytest.raises(ScheduleParseError, match="tp_collectives"):
-        from_costs({**to_costs(COSTS), "tp_collectives": [1.5, 2]})
+    former = {key: x for key, x in to_costs(COSTS).items() if key not in ("f_comm_s", "b_comm_s", "collectives")}
+    assert from_costs({**former, "tp_comm_s": list(COSTS.f_comm_s), "tp_collectives": list(COSTS.collectives)}) == COSTS
+    apart = replace(COSTS, b_comm_s=(0.0, 3.0))
+    assert from_costs(to_costs(apart)) == apart
+    with pytest.raises(ScheduleParseError, match="collectives"):
+        from_costs({**to_costs(COSTS), "collectives": [1.5, 2]})
 
 
 def test_wrong_costs_are_named() -> None:
-    with pytest.raises(ScheduleError, match=r"tp_collectives\[1\].*0.*1"):
-        replace(COSTS, tp_collectives=(1, 0))
-    with pytest.raises(ScheduleError, match=r"tp_comm_s.*1 entries.*2 stages"):
-        replace(COSTS, tp_comm_s=(1.0,))
+    with pytest.raises(ScheduleError, match=r"collectives\[1\].*0.*1"):
+        replace(COSTS, collectives=(1, 0))
+    with pytest.raises(ScheduleError, match=r"b_comm_s.*1 entries.*2 stages"):
+        replace(COSTS, b_comm_s=(1.0,))

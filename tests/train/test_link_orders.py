@@ -99,8 +99,9 @@ def test_an_order_beside_collectives_does_not_wait_for_every_transfer(microbatch
         b_s=(*(9.947,) * 7, 8.842),
         w_s=(8.210, *(7.327,) * 6, 7.621),
         bw_s=(18.157, *(17.274,) * 6, 16.463),
-        tp_comm_s=(2.262, *(2.129,) * 6, 1.202),
-        tp_collectives=(9, *(8,) * 6, 6),
+        f_comm_s=(2.262, *(2.129,) * 6, 1.202),
+        b_comm_s=(2.262, *(2.129,) * 6, 1.202),
+        collectives=(9, *(8,) * 6, 6),
     )
     draft = ScheduleDraft(source.order(relative), source, relative)
     schedule = final_order(pipe, draft, costs, lambda line: None)

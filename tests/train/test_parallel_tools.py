@@ -57,7 +57,7 @@ def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
     assert report.device == "4 × cpu"
     assert report.memory.ratio == 1
     (measured,) = report.collectives.values()
-    assert rehearsal.costs.tp_comm_s[1] == measured.median_s
+    assert rehearsal.costs.f_comm_s[1] == measured.median_s
     assert rehearsal.costs.f_s[1] == max(0.0, report.timings["F", 1].median_s - measured.median_s)
 
 
@@ -75,10 +75,10 @@ def test_a_rank_is_rehearsed_in_the_order_that_the_link_asks_for(tmp_path: Path)
 
 def test_costs_of_a_run_are_compute_beside_the_collectives() -> None:
     """An action that ran alone waited for its collectives; simulated alone it takes what was measured."""
-    costs = replace(CostProfile.uniform(2, b=2.0), tp_comm_s=(0.5, 0.25))
+    costs = replace(CostProfile.uniform(2, b=2.0), f_comm_s=(0.5, 0.25), b_comm_s=(0.5, 0.25))
     seconds = {("F", 0): 2.0, ("B", 1): 3.0, ("W", 0): 1.5, ("BW", 0): 4.0}
     measured = with_measured_times(costs, seconds)
-    assert measured.tp_comm_s == costs.tp_comm_s
+    assert (measured.f_comm_s, measured.b_comm_s) == (costs.f_comm_s, costs.b_comm_s)
     assert (measured.f_s, measured.b_s) == ((1.5, 1.0), (2.0, 2.75))
     for (op, stage), expected in seconds.items():
         assert slot_lanes(measured, [(op, stage)]).seconds == pytest.approx(expected)

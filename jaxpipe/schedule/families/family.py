@@ -54,7 +54,7 @@ class Family:
     ``placement``: ``placement(ranks, chunks)``. ``default_chunks``: chunks per rank when none are asked for.
     ``peak_activations``: ``(p, m, v) -> peak`` over all ranks, in units of one rank's share of a microbatch.
     ``makespan``: ``(p, m, v, f, b, w) -> seconds``. Either is None, or returns None, where no closed form is known.
-    ``sees_collectives``: whether ``function`` weighs TP collectives itself; others get costs with them as part of the actions.
+    ``sees_collectives``: whether ``function`` weighs collectives itself; others get costs with them as part of the actions.
     ``vocabulary``: whether it has the passes of spread vocabulary layers too; then it is one of :data:`VOCABULARY_FAMILIES`.
     ``picture``: arguments of ``function`` for the picture in its docstring, where F = B = W = 1 for each chunk.
     """
@@ -254,7 +254,7 @@ def generate(
     """Return the schedule of the family ``name`` at these sizes.
 
     ``chunks``: stages per rank, for families that take it. ``costs``: one entry per stage (ranks × chunks); families of fixed
-    order ignore them; those that make no braids get them with TP collectives exposed. ``memory_limit``: peak activations per
+    order ignore them; those that make no braids get them with collectives exposed. ``memory_limit``: peak activations per
     rank in units of one rank's share of a microbatch, for families that take it. ``group``: microbatches that run in turn
     through one chunk, for families that take it. ``objective``: what families that choose minimise first, the makespan or the
     longest rank span (what counts where the optimizer step does not wait for the slowest rank); the others have nothing to

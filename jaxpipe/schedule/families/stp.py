@@ -180,10 +180,10 @@ def stp(
         rank 0 |F0- F1- F2- F0b F3- F1b+B0b W0b         F2b+BW1b--- BW0---- F3b+B2b BW1---- B3b+W2b BW2---- W3b B3- W3-
         rank 1 |    F0- F0b F1- F1b F2-     F2b+BW0b--- F3+BW0----- F3b+B1b BW1---- B2b+W1b BW2---- B3b+W2b B3- W3- W3b
 
-    (``b`` marks the second chunk of a rank.) ``costs``: one entry per stage, 2p stages, with ``tp_comm_s`` where TP collectives
-    take time. ``memory_limit``: peak activations of a rank, in units of its share of a microbatch, which is two chunks. The
-    default is 3p + 1 chunks: the paper's 3p between slots, and one more while a braid runs, whose F takes memory before its B
-    gives any back. ``objective``: what is minimised first, the makespan or the longest rank span.
+    (``b`` marks the second chunk of a rank.) ``costs``: one entry per stage, 2p stages, with ``f_comm_s`` and ``b_comm_s``
+    where collectives take time. ``memory_limit``: peak activations of a rank, in units of its share of a microbatch, which is
+    two chunks. The default is 3p + 1 chunks: the paper's 3p between slots, and one more while a braid runs, whose F takes
+    memory before its B gives any back. ``objective``: what is minimised first, the makespan or the longest rank span.
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, the costs are for another number of stages, or no order tried
@@ -307,7 +307,7 @@ def _best(
     ahead = sorted({most, (most + 1) // 2, 1}, reverse=True)
     splits = sorted({0, 1, ranks // 2, ranks - 1})
     firsts = (False, True) if microbatches < 2 * ranks - 1 + most else (False,)  # True matters where some are left out
-    best = Shape(most, split=0, paired=any(profile.tp_comm_s))
+    best = Shape(most, split=0, paired=profile.has_collectives)
     # one choice after another; some again, since later ones change what is best
     tried: list[tuple[str, Sequence[int]]] = [("first", firsts), ("split", splits), ("ahead", ahead), ("first", firsts)]
     tried += [("hasty", [ranks // 2]), ("paired", [False]), ("split", splits)]

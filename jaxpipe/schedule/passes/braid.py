@@ -11,7 +11,7 @@ that starts, if every action takes one second, no earlier than the last of what 
 order in time, and no rank waits for it in vain.
 
 **Braiding** makes one slot of two actions of different microbatches that stand side by side (`stp.txt` section 3). In a
-braided slot the TP collectives of each action have the other's compute under them (:mod:`~jaxpipe.schedule.engine`); in return
+braided slot the collectives of each action have the other's compute under them (:mod:`~jaxpipe.schedule.engine`); in return
 the slot waits for what both wait for, and both results come when it ends. So a pair is braided only if
 
 * it has less to wait for as one slot than as two: the local gain is positive;
@@ -237,7 +237,7 @@ def braid(schedule: Schedule, costs: CostProfile, *, memory_limit: float = float
 def shortest_in_pairs(schedules: Sequence[Schedule], costs: CostProfile | None) -> Schedule:
     """Return the shortest of ``schedules``, each as it is and with every F braided with the BW behind it; the first of equals,
     as it is where no collective takes time."""
-    if costs is None or not any(costs.tp_comm_s):
+    if costs is None or not costs.has_collectives:
         return schedules[0]
     searches = [_Search(schedule, costs, float("inf")) for schedule in schedules]
     for search in searches:

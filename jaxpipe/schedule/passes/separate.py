@@ -7,7 +7,7 @@ is fused again:
 1. *Fill*: everything but W keeps its order on its rank, and runs in order of time. A W runs where it fits into a bubble, or
    where its rank would otherwise become the idlest, or run out of memory. Further passes know how many idle seconds the ranks
    had to spare. (The rule of *even* filling, Qi et al. 2023, section 3.1, on any dependency graph.)
-2. *Fuse*: B and W become BW again, where B stands, as long as nothing takes longer: BW hides TP collectives that B exposes.
+2. *Fuse*: B and W become BW again, where B stands, as long as nothing takes longer: BW hides collectives that B exposes.
 3. *Keep* what makes the makespan shorter, then the longest span, then the number of splits, and makes neither time longer.
    Repeat while something does.
 

@@ -67,7 +67,7 @@ class Actions:
 
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int, costs: CostProfile | None = None) -> Actions:
-        """F, BW and every other required op of ``placement``, with the seconds of ``costs``, TP collectives included.
+        """F, BW and every other required op of ``placement``, with the seconds of ``costs``, collectives included.
         Without costs each action takes 1 s and no transfer takes time.
 
         Raises:

@@ -16,7 +16,7 @@ What a placement asks of its ranks and links: what one microbatch alone needs, p
 links, and what each rank does and holds, handed to the arguments about one rank (:mod:`~jaxpipe.search.bounds.memory`).
 
 Everything here holds for any placement: DAGs of stages, stages spread over groups of ranks, several flows. Braided slots take
-at least the sum of their actions' compute, as in the simulator. TP collectives take no rank's time, since a braid may hide
+at least the sum of their actions' compute, as in the simulator. collectives take no rank's time, since a braid may hide
 them, but a microbatch waits for its own, in a braid or not: heads, first backwards and tails count them. User ops count where
 they perform F, B or W; an op that performs a forward and a backward at once would void the bounds.
 """
@@ -236,7 +236,7 @@ class FlowTimes:
 
     ``head``: earliest start of the forward. ``back_start``: earliest start of the backward. ``round_trip``: from the
     forward's start to the backward's. ``tail``: what must follow once the cotangent has been made. ``forward``, ``passed``
-    (backward up to the cotangent), ``backward`` (all of it): work. ``head``, ``back_start`` and ``tail`` count TP collectives.
+    (backward up to the cotangent), ``backward`` (all of it): work. ``head``, ``back_start`` and ``tail`` count collectives.
     """
 
     def __init__(self, placement: Placement, costs: CostProfile, k: int) -> None:

@@ -44,7 +44,7 @@ class SolveTask:
     activations may be copied to the host; ``offloads_in_flight``: how many of a rank at a time, from the start of their O to
     the end of their L (None: any number). ``objective``: ``makespan``; ``span``, the longest rank span, what counts with
     post-validation (`optpipe.txt` equation 3); ``lexicographic``: makespan, then peak memory, then what is offloaded.
-    Boundaries in flight between ranks take no memory here, whatever the costs say, and TP collectives are part of the actions
+    Boundaries in flight between ranks take no memory here, whatever the costs say, and collectives are part of the actions
     that wait for them: the search is for schedules without braids.
     """
 

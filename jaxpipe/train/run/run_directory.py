@@ -164,7 +164,7 @@ def measurement_table(measured: StageMeasurements) -> str:
     lines = aligned(rows, left=(1,))
     for s, collective in sorted(measured.collectives.items()):
         took = f"{1e3 * collective.median_s:.3f} ms alone, spread {collective.spread:.0%}"
-        lines.append(f"{s:>5}  collectives in F, and as many in B: {took}")
+        lines.append(f"{s:>5}  collectives in F (those in B by their bytes): {took}")
     host = "host link: not measured" if measured.host is None else str(measured.host)
     return "\n".join([*lines, "", cost_table(measured.costs()), host])
 

@@ -84,8 +84,9 @@ def cost_profiles(draw: st.DrawFn, stages: int, even: bool) -> CostProfile:
         load_s=each(TIMES),
         link=Link(latency_s=draw(st.sampled_from([0.0, 0.1, 1.0, 5.0]))),
         host=HostLink(mode=draw(st.sampled_from(["duplex", "shared"]))),
-        tp_comm_s=each(TIMES) if draw(st.booleans()) else (),
-        tp_collectives=(draw(st.integers(1, 4)),) * stages,
+        f_comm_s=each(TIMES) if draw(st.booleans()) else (),
+        b_comm_s=each(TIMES) if draw(st.booleans()) else (),
+        collectives=(draw(st.integers(1, 4)),) * stages,
         source="random",
     )
 

@@ -80,8 +80,9 @@ def test_uneven_costs(name: str) -> None:
             boundary_bytes=(1.0,) * n,
             offload_s=(0.5,) * n,
             load_s=(0.5,) * n,
-            tp_comm_s=(0.3,) * n,
-            tp_collectives=(4,) * (n - 1) + (3,),
+            f_comm_s=(0.3,) * n,
+            b_comm_s=(0.3,) * n,
+            collectives=(4,) * (n - 1) + (3,),
         )
         schedule = generate(name, p, m, costs=costs)
         check_schedule(schedule)
@@ -192,8 +193,9 @@ def random_costs(n: int, rng: random.Random) -> CostProfile:
         link=Link(latency_s=rng.choice((0, 0.1, 0.3))),
         offload_s=(0.2,) * n,
         load_s=(0.2,) * n,
-        tp_comm_s=(rng.choice((0.0, 0.2)),) * n,
-        tp_collectives=(4,) * n,
+        f_comm_s=(rng.choice((0.0, 0.2)),) * n,
+        b_comm_s=(rng.choice((0.0, 0.2)),) * n,
+        collectives=(4,) * n,
     )
 
 

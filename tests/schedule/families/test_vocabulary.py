@@ -120,7 +120,9 @@ def test_any_order_of_a_chain_takes_the_passes() -> None:
         placement = with_vocabulary(v_shape(2), barriers=1)
         spread_vocabulary(
             "x",
-            lambda m, chain_costs: generate("stp", 2, m, costs=replace(chain_costs, tp_comm_s=(0.5,) * 4)),
+            lambda m, chain_costs: generate(
+                "stp", 2, m, costs=replace(chain_costs, f_comm_s=(0.5,) * 4, b_comm_s=(0.5,) * 4)
+            ),
             placement,
             4,
             None,

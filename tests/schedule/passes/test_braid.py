@@ -70,7 +70,7 @@ def test_dualpipe_v_in_its_published_pairs(p: int, m: int, comm: float, most: fl
     timeline = simulate(schedule, costs)
     assert timeline.makespan <= most + 1e-9
     assert max(timeline.peak_activations) == p + 0.5
-    assert generate("dualpipe-v", p, m, costs=replace(costs, tp_comm_s=())) == generate("dualpipe-v", p, m)
+    assert generate("dualpipe-v", p, m, costs=replace(costs, f_comm_s=(), b_comm_s=())) == generate("dualpipe-v", p, m)
     if p > 4:
         return
     by_pass = simulate(braid(generate("dualpipe-v", p, m), costs), costs)

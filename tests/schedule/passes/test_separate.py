@@ -161,7 +161,7 @@ def test_random_schedules(data: st.DataObject) -> None:
     schedule = data.draw(random_valid_schedules(4, 6, 5, split=split, offload=True, braids=True))
     costs = data.draw(random_costs(schedule.num_stages, schedule.num_ranks))
     tp_comm_s = tuple(data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(schedule.num_stages))
-    costs = replace(costs, tp_comm_s=tp_comm_s, tp_collectives=(2,) * schedule.num_stages)
+    costs = replace(costs, f_comm_s=tp_comm_s, b_comm_s=tp_comm_s[::-1], collectives=(2,) * schedule.num_stages)
     peak = max(simulate(schedule, costs).peak_activations)
     require_honest(schedule, costs, data.draw(st.sampled_from([float("inf"), peak, 1.3 * peak])))
 

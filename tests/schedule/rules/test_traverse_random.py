@@ -87,7 +87,8 @@ def random_costs(rng: random.Random, n: int) -> CostProfile | None:
     return CostProfile(
         f_s=each(times), b_s=each(times), w_s=each(times), bw_s=each(times), residual_bytes=(1.0,) * n,
         w_residual_bytes=(1.0,) * n, boundary_bytes=each([0.0, 1.0]), link=Link(rng.choice([0.0, 0.25, 1.0]), 4.0),
-        tp_comm_s=each([0.0, 0.25]) if rng.random() < 0.2 else (),
+        f_comm_s=each([0.0, 0.25]) if rng.random() < 0.2 else (),
+        b_comm_s=each([0.0, 0.25]) if rng.random() < 0.2 else (),
     )  # fmt: skip
 
 

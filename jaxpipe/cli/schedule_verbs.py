@@ -251,8 +251,6 @@ def require_file(path: str) -> None:
     if where.is_dir():
         raise ConfigError(f"{path!r} is a directory; want a file")
     if not where.exists():
-        from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
-
         family = path in FAMILIES or path in VOCABULARY_FAMILIES
         advice = f": 'jaxpipe schedule {path} -o {path}.sched' makes a file of that family" if family else ""
         raise ConfigError(f"{path!r} does not exist{advice}")
@@ -408,9 +406,7 @@ def simulated(
     """
 
     profile = costs.for_placement(schedule.placement, schedule.name)
-    check_copies(schedule, profile, costs)
-    schedule = with_priced_reductions(after_passes(schedule, profile, arguments), profile)
-    timeline = simulate(schedule, profile)
+    schedule, profile, timeline = _finished(schedule, profile, arguments, costs)
     # a file is kept as it is, but its author may not know that an O waits for the compute slot before it in its row
     _warn_of_late_offloads(schedule, profile, timeline, costs)
     return schedule, profile, timeline
@@ -484,7 +480,7 @@ def make(
 def _finished(
     schedule: Schedule, profile: CostProfile, arguments: argparse.Namespace, costs: CostChoice
 ) -> tuple[Schedule, CostProfile, Timeline]:
-
+    """Apply passes to a schedule, add the reductions that ``profile`` prices, and simulate it."""
     check_copies(schedule, profile, costs)
     schedule = with_priced_reductions(after_passes(schedule, profile, arguments), profile)
     return schedule, profile, simulate(schedule, profile)
@@ -513,8 +509,6 @@ def conclude(
     schedule, timeline = record.schedule, shown or record.timeline
     for path in arguments.output:
         if flags.is_picture(path):
-            from jaxpipe.plot import plot_timelines
-
             title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
             title += f", {FREE_COPIES}" if record.free_copies else ""
             plot_timelines([timeline], path, title=title, units=costs.units)

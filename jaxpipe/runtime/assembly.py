@@ -381,10 +381,6 @@ class Assembly:
         except StageError as error:
             raise CheckpointError(f"these parameters do not fit the model: {error}") from None
 
-    def param_homes(self, instance: Instance) -> list[jax.sharding.Sharding]:
-        """Return the sharding of each parameter buffer of one (rank, stage); reduced gradients live there too."""
-        return [_home(a) for a in self.functions[instance].param_avals]
-
     def zeros(self, instance: Instance) -> Buffers:
         """Make gradient accumulators for one (rank, stage)."""
         return [jax.device_put(np.zeros(a.shape, a.dtype), a.sharding) for a in self.functions[instance].acc_avals]
@@ -659,12 +655,6 @@ def _cut(
     if len(ranges) != stages:
         raise ProgramError(f"the placement has {stages} stages, the cut has {len(ranges)}: cut the model into {stages}")
     return checked_cut(model.layers, ranges)
-
-
-def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
-    sharding: jax.sharding.Sharding | None = aval.sharding
-    assert sharding is not None
-    return sharding
 
 
 def _instances(placement: Placement) -> dict[int, tuple[int, ...]]:

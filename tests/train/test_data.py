@@ -83,7 +83,6 @@ def test_any_bytes_survive_the_byte_tokeniser(content: bytes) -> None:
     assert ids.tolist() == list(content)
     assert ids.dtype == np.uint8
     assert BYTES.decode(ids) == text
-    assert BYTES.num_bytes(ids) == len(content)
 
 
 def test_a_hugging_face_tokeniser_encodes_and_decodes(words_json: Path) -> None:
@@ -92,13 +91,12 @@ def test_a_hugging_face_tokeniser_encodes_and_decodes(words_json: Path) -> None:
     assert ids.tolist() == [1, 2, 3, 4, 1, 5, 6, 0]
     assert tokenizer.vocab_size == len(WORDS)
     assert tokenizer.decode(ids[:3]) == "the cat sat"
-    assert tokenizer.num_bytes(ids[:3]) is None  # of words, which say nothing of the blanks between them
     assert tokenizer.fingerprint == HFTokenizer(words_json).fingerprint != BYTES.fingerprint
 
 
 def test_ids_without_text() -> None:
     tokenizer = load_tokenizer("ids:50257")
-    assert (tokenizer.vocab_size, tokenizer.decode([5, 50256]), tokenizer.num_bytes([1])) == (50257, "5 50256", None)
+    assert (tokenizer.vocab_size, tokenizer.decode([5, 50256])) == (50257, "5 50256")
     assert "no text to encode" in refusal(tokenizer.encode, "x")
 
 

@@ -186,14 +186,11 @@ _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Filled(Extents):
-    """Rows with W, and per action of the order the seconds its rank had idled when it started.
-
-    ``idle_s``: seconds a rank idled, less what it works less than the rank with most work: the largest makes the span.
-    """
+    """Rows with W, and per action of the order the seconds its rank had idled when it started, less what the rank works less
+    than the one with most work."""
 
     rows: list[list[int]]
     profile_s: list[float]
-    idle_s: tuple[float, ...]
 
     def dominates(self, other: Filled) -> bool:
         """Return whether neither span nor makespan is longer, and one of them is shorter (beyond rounding)."""
@@ -294,7 +291,7 @@ class WeightFilling:
         for r, waiting in enumerate(pending):
             for code in waiting:
                 free[r] = run(code, r, free[r])
-        return Filled(tuple(first), tuple(free), rows, profile, tuple(idle))
+        return Filled(tuple(first), tuple(free), rows, profile)
 
     def draft(self, rows: Sequence[Sequence[int]]) -> Draft | None:
         """Return the draft of rows with W, timed by the retimer; None if they deadlock or exceed the limit."""

@@ -251,10 +251,6 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Return the text of ``ids``; ids that are not in the vocabulary raise DataError."""
 
-    def num_bytes(self, ids: Sequence[int] | Ids) -> int | None:
-        """Return the bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids do not give them."""
-        return None if self.lengths is None or not self.keeps_bytes else int(self.lengths[np.asarray(ids)].sum())
-
     def with_ends(self, bos: int | None, eos: int | None) -> Self:
         """Return this tokenizer with these ids at the beginning and the end of documents."""
         same = copy.copy(self)

@@ -462,7 +462,7 @@ def test_the_work_of_experts_is_that_of_routed_rows(mesh: dict[str, Any]) -> Non
     assert (p.experts.room, p.experts.row_bytes) == (1.25, 32 * 4)
     assert p.experts.worst == parts * 16 * 16 / devices * min(2, 8 / parts)
     assert "experts: 2 of 8 a position" in "\n".join(assumptions(p, Efficiency(), ""))
-    assert any(p.costs.tp_comm_s) == (devices > 1)
+    assert p.costs.has_collectives == (devices > 1)
 
 
 def test_a_run_counts_the_work_of_experts_as_its_plan_does() -> None:
@@ -492,7 +492,8 @@ def test_an_imbalance_costs_what_buffers_for_it_would() -> None:
     even, within, beyond = (mixture_on(x, dp=4, ep=4) for x in (1.0, 1.25, 2.5))
     assert even.costs == within.costs
     # all exchanges of a stage are its experts': twice the bytes, and twice the latency
-    assert beyond.costs.tp_comm_s == pytest.approx([2 * x for x in even.costs.tp_comm_s])
+    assert beyond.costs.f_comm_s == pytest.approx([2 * x for x in even.costs.f_comm_s])
+    assert beyond.costs.b_comm_s == pytest.approx([2 * x for x in even.costs.b_comm_s])
     assert beyond.step_s > even.step_s
     assert beyond.model_flops == even.model_flops
     assert [m.by_kind for m in beyond.memory] == [m.by_kind for m in even.memory]

@@ -37,7 +37,7 @@ from jaxpipe.runtime.batches import (
     check_placed,
     checked_batch,
     place_data,
-    rows_of_shards,
+    rows_of,
 )
 from jaxpipe.runtime.grid import (
     RankView,
@@ -156,6 +156,13 @@ class Assembly:
         """Return which of the parts of a microbatch's rows are here; None where they are not divided."""
         own, part = self.function_part.rows, self.ownership.processes.column // self.function_processes
         return range(part * own, (part + 1) * own) if self.mesh.rows > 1 else None
+
+    @property
+    def rows_here(self) -> range:
+        """Return which sequences of a microbatch the stages here read."""
+        size, shards = self.microbatch_size // self.mesh.rows, self.row_shards or range(self.mesh.rows)
+        reads = any(f.data_names for f in self._own_functions.values())
+        return range(shards.start * size, shards.stop * size) if reads else range(0)
 
     @property
     def copies_in_parts(self) -> bool:
@@ -394,9 +401,9 @@ class Assembly:
             ProgramError: the batch does not fit, or ``params`` are not buffers by (rank, stage).
         """
         check_placed(params, self._own_functions)
-        batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
-        if self.row_shards is not None:
-            batch = rows_of_shards(batch, self.row_shards, self.mesh.rows)
+        spec = self.model.batch_spec(self.microbatch_size)
+        own = len(self.rows_here) if len(self.model.losses) == 1 else None
+        batch = rows_of(self._with_factors(checked_batch(batch, spec, microbatches, own)), self.rows_here)
         batch = laid_out(batch, self.model.over_time, self.function_part)
         return place_data(batch, self._own_functions, self.function_views)
 

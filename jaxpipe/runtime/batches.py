@@ -38,8 +38,11 @@ def check_microbatch(microbatch_size: int, dp: int) -> None:
         )
 
 
-def checked_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int) -> Batch:
-    """Return the arrays of ``batch`` that ``spec`` (those of a microbatch) names, in its dtypes.
+def checked_batch(
+    batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int, own: int | None = None
+) -> Batch:
+    """Return the arrays of ``batch`` that ``spec`` (those of a microbatch) names, in its dtypes. ``own``: they may have so many
+    sequences a microbatch.
 
     Raises:
         ProgramError: one is missing, is no array, has another shape, or holds numbers that its dtype can't.
@@ -52,7 +55,7 @@ def checked_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microb
         expected = (microbatches, *aval.shape)
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise ProgramError(f"batch[{name!r}] is a {type(array).__name__}; want an array of shape {expected}")
-        if tuple(array.shape) != expected:
+        if tuple(array.shape) not in (expected, (microbatches, own, *aval.shape[1:])):
             raise ProgramError(f"batch[{name!r}] has shape {tuple(array.shape)}; this pipeline wants {expected}")
         arrays[name] = array if array.dtype == aval.dtype else _cast(name, array, aval.dtype)
     return arrays
@@ -82,12 +85,9 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
     raise ProgramError(f"batch[{name!r}] holds {array.dtype}; the model reads {dtype}")
 
 
-def rows_of_shards(batch: Batch, shards: range, number: int) -> Batch:
-    """Return the sequences of each microbatch that some of ``number`` equal parts have."""
-    if len(shards) == number:
-        return batch
-    ends = {name: [array.shape[1] * k // number for k in (shards.start, shards.stop)] for name, array in batch.items()}
-    return {name: array[:, slice(*ends[name])] for name, array in batch.items()}
+def rows_of(batch: Batch, rows: range) -> Batch:
+    """Return the sequences ``rows`` of each microbatch, of arrays that have all, or no others."""
+    return {name: x if x.shape[1] == len(rows) else x[:, rows.start : rows.stop] for name, x in batch.items()}
 
 
 def check_placed(params: Any, functions: Mapping[Instance, StageFunctions]) -> None:
@@ -97,10 +97,14 @@ def check_placed(params: Any, functions: Mapping[Instance, StageFunctions]) -> N
 
 
 def in_microbatches(
-    batch: Mapping[str, Any], spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int | None
+    batch: Mapping[str, Any],
+    spec: Mapping[str, jax.ShapeDtypeStruct],
+    microbatches: int | None,
+    own: np.ndarray | None = None,
 ) -> dict[str, np.ndarray | jax.Array]:
     """Return the arrays of ``batch`` that ``spec`` (those of a microbatch) names, each ``[microbatches, microbatch size, …]``.
-    They may come so, or flat: ``[microbatches · microbatch size, …]``. ``microbatches``: None for any number, the same for all.
+    They may come so, or flat: ``[microbatches · microbatch size, …]``, or as the sequences ``own`` of that. ``microbatches``:
+    None for any number, the same for all.
 
     Raises:
         ProgramError: an array is missing, or its shape fits neither way.
@@ -116,6 +120,9 @@ def in_microbatches(
         except (TypeError, ValueError) as error:
             raise ProgramError(f"batch[{name!r}] is no array: {error}") from None
         size = aval.shape[0]
+        if own is not None and microbatches and array.shape == (len(own), *aval.shape[1:]):
+            arrays[name] = array.reshape(microbatches, len(own) // microbatches, *aval.shape[1:])
+            continue
         if array.shape[1:] == aval.shape[1:] and array.ndim == len(aval.shape) and array.shape[0] % size == 0:
             array = array.reshape(-1, *aval.shape)
         if array.ndim != len(aval.shape) + 1 or array.shape[1:] != aval.shape or microbatches not in (None, len(array)):

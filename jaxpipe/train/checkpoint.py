@@ -262,7 +262,7 @@ class CheckpointStore(Closing):
             if layers is None or self.processes.number > 1:
                 places = {place for places in places_of_process for place in places}
                 with suppress(contents.RemovedCheckpointError):  # by then all arrays have been compared
-                    folders.reading(lambda: readings[0][1], partial(contents.verify_rest, places=places))
+                    folders.reading(lambda: readings[0][1], partial(contents.verify_files, places=places))
 
         def place() -> None:
             manifest, folder, groups = readings[0]

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import ConfigError, DataError
-from jaxpipe.train.corpora.corpus import Corpus, PackedRows, check_extent
+from jaxpipe.train.corpora.corpus import Corpus, Numbers, PackedRows, check_extent
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer
 from jaxpipe.train.settings.typed import decode, within
 
@@ -207,18 +207,21 @@ class Batches:
         assert step >= first_step
         return first_position + (step - first_step) * self.batch
 
-    def indices_at(self, step: int) -> npt.NDArray[np.int64]:
-        """Return the numbers of the sequences of ``step``'s batch, int64 ``[batch]``."""
-        positions = self.position_at(step) + np.arange(self.batch, dtype=np.int64)
-        return in_epochs(len(self.rows), self.seed, positions)
+    def positions_at(self, step: int, rows: Numbers | None = None) -> Numbers:
+        """Return the positions, in the endless order, of the sequences of ``step``'s batch, or of its ``rows``."""
+        return self.position_at(step) + (np.arange(self.batch, dtype=np.int64) if rows is None else rows)
 
-    def batch_at(self, step: int) -> Batch:
-        """Return the batch of ``step``, arrays ``[batch, …]``.
+    def indices_at(self, step: int, rows: Numbers | None = None) -> Numbers:
+        """Return the numbers of the sequences of ``step``'s batch, int64 ``[batch]``, or of its ``rows``."""
+        return in_epochs(len(self.rows), self.seed, self.positions_at(step, rows))
+
+    def batch_at(self, step: int, rows: Numbers | None = None) -> Batch:
+        """Return the batch of ``step``, arrays ``[batch, …]``, or its ``rows``: only these are read.
 
         Raises:
             DataError: a file that holds the data has become shorter.
         """
-        return self.rows.batch(self.indices_at(step))
+        return self.rows.batch(self.indices_at(step, rows))
 
     def state_at(self, step: int) -> DataState:
         """Return what a checkpoint keeps when ``step`` steps are done."""
@@ -249,8 +252,8 @@ class Batches:
 class Stream(Protocol):
     """Batches in a fixed order, such as :class:`Batches`."""
 
-    def batch_at(self, step: int) -> Batch:
-        """See :meth:`Batches.batch_at`."""
+    def batch_at(self, step: int, rows: Numbers | None = None) -> Batch:
+        """See :meth:`Batches.batch_at`; one that can't give ``rows`` apart returns all."""
 
     def state_at(self, step: int) -> DataState:
         """See :meth:`Batches.state_at`."""
@@ -619,14 +622,15 @@ class Data:
         """The number of different ids that the tokenizer makes."""
         return self.dataset.tokenizer.vocab_size
 
-    def batch_at(self, step: int) -> Batch:
+    def batch_at(self, step: int, rows: Numbers | None = None) -> Batch:
         """Return the batch of ``step``, arrays ``[batch, …]`` by name, as :meth:`jaxpipe.Trainer.step` takes them. Epochs
-        follow one another, each in an order of its own; the same step gives the same batch in any process.
+        follow one another, each in an order of its own; the same step gives the same batch in any process. ``rows``
+        (:meth:`jaxpipe.Trainer.own_rows`): only these, but of a user's function all.
 
         Raises:
             DataError: a file that holds the data has become shorter.
         """
-        return self.stream.batch_at(step)
+        return self.stream.batch_at(step, rows)
 
     def held_out(self, batch: int | None = None, limit: int | None = None) -> Sequence[Batch]:
         """Return all batches of ``batch`` sequences (by default as many as a step's) that are never trained on, or ``limit`` of

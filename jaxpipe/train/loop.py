@@ -243,12 +243,13 @@ class TrainingLoop:
             self._evaluate(state)  # a signal came between the step and its evaluation
         while state.step < run.steps and not self.stopping:
             self._replan(state)
+            record = (state.step + 1) % run.output.log_every == 0 or self._is_traced(state.step + 1)
             try:
-                batch = self.start.batches.batch_at(state.step)
+                batch = self.start.batches.batch_at(state.step, self.trainer.own_rows(record))
             except DataError as error:
                 self._finish(state)
                 raise DataError(f"after step {state.step}, which is saved: {error}") from None
-            state = self._advance(state, batch)
+            state = self._advance(state, batch, record)
             if self._due(run.eval_every, state.step) and not self.stopping:
                 self._evaluate(state)
             if self.checkpoints.due(state.step):
@@ -280,13 +281,13 @@ class TrainingLoop:
     def _due(self, interval: int, step: int) -> bool:
         return interval > 0 and (step % interval == 0 or step == self.config.run.steps)
 
-    def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
+    def _is_traced(self, step: int) -> bool:
+        """Return whether a trace ends with ``step``, also where this process could not begin it: all record the same steps."""
+        return (self.config.run.output.profile_steps or (0, 0))[1] == step
+
+    def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray], record: bool) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
         began, run = time.perf_counter(), self.config.run
-        output = run.output
-        shown, last = (state.step + 1) % output.log_every == 0, output.profile_steps and output.profile_steps[1]
-        traced = state.step + 1 == last  # also where this process could not begin to: all record the same steps
-        record = shown or traced
         stop, switch = bool(self.stop.requested), self.offer is not None
         self.begun, self.before = state.step + 1, state
         with self.watchdog.watch(self.begun):
@@ -307,10 +308,10 @@ class TrainingLoop:
         # overlaps.
         compiled = state.step == self.start.step + 1
         waits = any(self._due(interval, state.step) for interval in (run.eval_every, run.checkpoint_every))
-        if shown or traced or compiled or waits or state.step == run.steps:
+        if record or compiled or waits or state.step == run.steps:
             self._settle()
         self.figures.show(state.step)
-        if traced:
+        if self._is_traced(state.step):
             self._keep_trace()
         return state
 

@@ -118,11 +118,10 @@ def step_memory(
     ranks = []
     for before in report.ranks:
         held = {**resident[before.rank], **_update(pipeline, before, states)}
-        # Of a replica the update runs in its primary's process, which may be another.
         workspace = [
             max(states[s].workspace_bytes(update), reduction.temp_bytes)
             for s, (update, reduction) in (footprints or {}).items()
-            if before.rank in pipeline.instances[s]
+            if before.rank == pipeline.primary(s)[0]  # no update and no reduction runs at a replica
         ]
         held["temporaries"] = max(workspace, default=0)
         ranks.append(_larger(before, {k: n for k, n in held.items() if n}))

@@ -431,7 +431,8 @@ class Trainer(Closing):
 
         Args:
             state: consumed; go on with the one returned.
-            batch: arrays by name, each ``[microbatches · microbatch size, …]`` or ``[microbatches, microbatch size, …]``.
+            batch: arrays by name, each ``[microbatches · microbatch size, …]`` or ``[microbatches, microbatch size, …]``; of
+                the former :meth:`own_rows` will do.
             key: of the random numbers that layers draw; by default of :attr:`seed` and the step's number.
             record: wait for the devices before and after, and measure :attr:`timeline`.
             stop, switch: this process wants to end, or to go on in another order; the metrics tell all processes.
@@ -444,7 +445,8 @@ class Trainer(Closing):
         _require_state(state)
         if key is None:
             key = jax.random.fold_in(jax.random.key(self.seed, impl=THREEFRY), state.step)
-        batch = in_microbatches(batch, self._spec, self.schedule.num_microbatches)
+        m = self.schedule.num_microbatches
+        batch = in_microbatches(batch, self._spec, m, self.pipeline.own_rows(m))
         if record or _FIRST_STEP not in self._begun:
             agree_on_batch(self.pipeline.ownership.processes, f"the batch of step {state.step + 1}", batch)
         with self._saying(_FIRST_STEP):
@@ -452,6 +454,12 @@ class Trainer(Closing):
         if metrics.timeline is not None:
             self._recorded = metrics.timeline
         return state, metrics
+
+    def own_rows(self, record: bool = False) -> np.ndarray | None:
+        """Return which rows of the next step's batch, ``[microbatches · microbatch size, …]``, this process needs; None for
+        all, as in the first step and those that ``record``: of these processes compare the batches."""
+        compared = record or _FIRST_STEP not in self._begun
+        return None if compared else self.pipeline.own_rows(self.schedule.num_microbatches)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> dict[str, float]:
         """``loss`` and the metrics of the loss layer over ``batch`` (any number of microbatches), each sum ÷ its weight,

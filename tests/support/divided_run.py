@@ -100,7 +100,9 @@ def steps(
         weights = np.ones((M, size, 8), np.float32)
         weights[0, 0, 0] = np.nan if ahead and n == 2 else 1
         batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": weights}
-        state, metrics = step(state, batch, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
+        own = pipe.own_rows(M) if n == count - 1 else None
+        read = batch if own is None else {k: x.reshape(M * size, 8)[own].reshape(M, -1, 8) for k, x in batch.items()}
+        state, metrics = step(state, read, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
         scalars.append((metrics.stop, metrics.applied, metrics.grad_norm))
     stops, applied, norms = zip(*jax.device_get(scalars), strict=True)
     assert [bool(x) for x in stops] == [n == 1 for n in range(count)], "all hear of it after the same step"

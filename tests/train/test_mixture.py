@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ import pytest
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import Corpus
-from jaxpipe.train.corpora.datasets import BLOCK, MixedDataset, UserDataset, load_dataset
+from jaxpipe.train.corpora.datasets import BLOCK, ArrayDataset, MixedDataset, UserDataset, load_dataset
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
-from jaxpipe.train.data import DataState, TokenDataset
+from jaxpipe.train.data import Dataset, DataState, TokenDataset
 
 BYTES = ByteTokenizer()
 
@@ -67,6 +69,30 @@ def test_a_mixture_goes_on_exactly_with_any_batch_size(seed: int) -> None:
     targets = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in held_out])
     assert len(targets) == len(set(targets)) == sum(p.held_out_tokens - len(p.held_out) for p in data.parts.values())
     assert data.describe().startswith("a 70.0% of t: 1 documents")
+
+
+def packed() -> TokenDataset:
+    ids, edges = np.arange(400, dtype=np.int32), np.cumsum([0, *[5, 9, 3, 23] * 10])
+    return TokenDataset.split(Corpus("t", ids, edges, None, (), "p", None, 0), IdTokenizer(400), 0.1, pack="whole")
+
+
+def arrays() -> ArrayDataset:
+    values: dict[str, Any] = {"image": np.arange(300, dtype=np.float32).reshape(50, 6), "label": np.arange(50)}
+    return ArrayDataset.split("pictures", BYTES, values, 0.1)
+
+
+@pytest.mark.parametrize(
+    "make", [mixed, packed, arrays, lambda: replace(tokens(0, 300), by_document=True), lambda: tokens(0, 300)]
+)
+@pytest.mark.parametrize("rows", [[], [0, 1, 6, 7], [11], [3, 2]])
+def test_rows_of_a_batch_are_those_of_the_whole(make: Callable[[], Dataset], rows: list[int]) -> None:
+    batches = make().batches(3, 12, 8)
+    for step in (0, 2, 5):  # over the ends of epochs
+        whole, own = batches.batch_at(step), batches.batch_at(step, np.array(rows, np.int64))
+        assert own.keys() == whole.keys()
+        for name, array in own.items():
+            np.testing.assert_array_equal(array, whole[name][rows])
+            assert array.dtype == whole[name].dtype
 
 
 def test_sources_of_a_config(tmp_path: Path) -> None:
@@ -125,6 +151,7 @@ def test_a_function_of_the_step_makes_batches(module_name: str) -> None:
         expected = np.random.default_rng([5, step, 0]).integers(0, 9, (3, 4)) * 2
         for each in (batches, resumed):
             np.testing.assert_array_equal(each.batch_at(step)["tokens"], expected)
+    assert len(batches.batch_at(6, np.array([1]))["tokens"]) == 3, "a function makes whole batches"
     assert batches.batch_at(0).keys() == {"tokens"} and batches.batch_at(0)["tokens"].dtype == np.int32
     assert len(data.held_out_batches(3, 4, 2)) == 2
     assert (data.held_out_batches(3, 4, 2)[0]["tokens"] != data.batches(0, 3, 4).batch_at(0)["tokens"]).any()

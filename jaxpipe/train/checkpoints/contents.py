@@ -332,20 +332,15 @@ def join_parts(folder: Path, number: int) -> None:
     flush_directory(folder)
 
 
-def verify_files(folder: Path) -> None:
-    """Compare all files of a checkpoint with their checksums; decodes nothing. Files of others are ignored.
+def verify_files(folder: Path, places: Collection[str] = ()) -> None:
+    """Compare the files of a checkpoint with their checksums, but those in ``places``, such as ``part0/params``; decode
+    nothing. Files of others are ignored.
 
     Raises:
         DamagedCheckpointError: a file is missing or does not match.
         UnreadableCheckpointError: the system refuses to read one.
     """
-    verify_rest(folder, ())
-
-
-def verify_rest(folder: Path, places: Collection[str]) -> None:
-    """Compare the files in none of ``places``, such as ``part0/params``; errors as of :func:`verify_files`."""
-    sums = _read_sums(folder)
-    _compare(folder, {name: digest for name, digest in sums.items() if _place(name) not in places})
+    _compare(folder, {name: digest for name, digest in _read_sums(folder).items() if _place(name) not in places})
 
 
 def read_manifest_of(folder: Path) -> Manifest:

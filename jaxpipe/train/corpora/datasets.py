@@ -37,7 +37,7 @@ from jaxpipe.errors import ConfigError, DataError, ProgramError
 from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpora.corpus import PackedRows, load_corpus, read_named_arrays
+from jaxpipe.train.corpora.corpus import Numbers, PackedRows, load_corpus, read_named_arrays
 from jaxpipe.train.corpora.store import is_store
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.data import (
@@ -227,7 +227,7 @@ class MixedRows:
         """See :class:`~jaxpipe.train.data.Windows`."""
         source = np.searchsorted(self.before, indices, side="right") - 1
         arrays: Batch = {}
-        for k in np.unique(source):
+        for k in np.unique(source) if len(source) else [0]:  # of no sequences, too, the arrays have names
             of_source = source == k
             for name, array in self.parts[k].batch(indices[of_source] - self.before[k]).items():
                 arrays.setdefault(name, np.zeros((len(indices), *array.shape[1:]), array.dtype))[of_source] = array
@@ -240,11 +240,11 @@ class MixedBatches(Batches):
 
     shares: tuple[int, ...] = ()
 
-    def indices_at(self, step: int) -> npt.NDArray[np.int64]:
-        """Return the numbers of the sequences of ``step``'s batch, int64 ``[batch]``."""
+    def indices_at(self, step: int, rows: Numbers | None = None) -> Numbers:
+        """See :class:`~jaxpipe.train.data.Batches`."""
         assert isinstance(self.rows, MixedRows)
         before = self.rows.before
-        blocks, places = np.divmod(self.position_at(step) + np.arange(self.batch, dtype=np.int64), BLOCK)
+        blocks, places = np.divmod(self.positions_at(step, rows), BLOCK)
         indices = np.empty_like(places)
         for block in np.unique(blocks).tolist():
             in_block = np.flatnonzero(blocks == block)
@@ -446,8 +446,8 @@ class UserBatches:
             )
         return result if isinstance(result, Mapping) else iter(result)
 
-    def batch_at(self, step: int) -> Batch:
-        """Return the batch of ``step``.
+    def batch_at(self, step: int, rows: Numbers | None = None) -> Batch:
+        """Return the batch of ``step``, whole whatever ``rows`` are needed: that is what the function makes.
 
         Raises:
             ConfigError: the function fails.

@@ -9,9 +9,9 @@ does; with several flows after the pipeline. With ZeRO-1 parameters are gathered
 post-validation, which is taken to be right always, a step takes the longest span of a rank
 (:mod:`jaxpipe.schedule.simulate`), the update reads its state once more, and parameters in float32 exist twice.
 
-*Experts.* Buffers are static, so memory is exact, and their products and exchanges take as long as the rows they have room for;
-``Efficiency.imbalance`` beyond that lengthens both, as buffers for it would. Which of a device's rows go over NVLink and which
-over the network is as even choices have it.
+*Experts.* Buffers are static, so memory is exact, and exchanges and padded products take as long as the rows that they have
+room for, ragged products as the rows that come. ``Efficiency.imbalance`` beyond that lengthens all of them, as buffers for it
+would. Which of a device's rows go over NVLink and which over the network is as even choices have it.
 
 MFU counts the products of the forward three times (forward and backward, recomputation not), as Narayanan et al. 2021 do,
 over the step and the dense peak of the compute dtype; of experts those of the rows that are sent to them, not of their buffers.
@@ -59,21 +59,22 @@ def planned_costs(
     target: Target,
     efficiency: Efficiency,
     limit_bytes: float,
-    room: float = 1.0,
+    experts: ExpertRows | None = None,
 ) -> CostProfile:
     """Return the cost profile of planned stages: seconds by roofline, bytes from shapes, links of the target.
-    ``limit_bytes``: what arrays may fill on a device. ``room``: of experts' buffers, in means of the rows; products and
-    exchanges take whole buffers, so an imbalance costs what is beyond. ``optimizer_bytes``: gradient
-    accumulators, master parameters and optimizer state."""
+    ``limit_bytes``: what arrays may fill on a device. ``experts``: their rows. ``optimizer_bytes``: gradient accumulators,
+    master parameters and optimizer state."""
     sizes = [s.sizes for s in stages]
-    crowded = max(1.0, efficiency.imbalance / room)
+    uneven = 1.0 if experts is None else efficiency.imbalance / experts.room
+    crowded = max(1.0, uneven)
+    more_rows = crowded if experts is None or not experts.is_ragged else uneven
 
     def collective_s(exchange: Exchange) -> float:
         return exchange_s(target, efficiency, exchange) * (crowded if exchange.of_experts else 1)
 
     f, b, w = ([x.exchange_s(op, collective_s) for x in sizes] for op in ("F", "B", "W"))
     work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
-    seconds = {op: [max(LEAST_S, x.seconds + (crowded - 1) * x.expert_s) for x in row] for op, row in work.items()}
+    seconds = {op: [max(LEAST_S, x.seconds + (more_rows - 1) * x.expert_s) for x in row] for op, row in work.items()}
     # braids can hide the collectives of F and B, which have fields of their own; nothing hides the gathers of what W recomputes
     for op in ("W", "BW"):
         seconds[op] = [x + gathers for x, gathers in zip(seconds[op], w, strict=True)]
@@ -305,8 +306,7 @@ def price_plan(
     stages = stage_costs.stages(plan.cut, pipe.recompute, size, pipe.offload.fraction)
     stages = stage_costs.compiled(stages, ops if compile_stages else ())
     experts = stage_costs.expert_rows(stages, config)
-    room = 1.0 if experts is None else experts.room
-    costs = planned_costs(stages, pipe, stage_costs.target, stage_costs.efficiency, limit_bytes, room)
+    costs = planned_costs(stages, pipe, stage_costs.target, stage_costs.efficiency, limit_bytes, experts)
     if _keeps_old_params(config):
         twice = [n + s.sizes.acc_bytes for n, s in zip(costs.optimizer_bytes, stages, strict=True)]
         costs = replace(costs, optimizer_bytes=tuple(twice))
@@ -353,6 +353,9 @@ def predict(
     idle = 0.0 if experts is None else sum(x.expert_flops for x in forward) * (1 - 1 / experts.room)
     passes = 3 * pipe.microbatches
     flops = passes * pipe.mesh.num_devices * (sum(x.flops for x in forward) - idle)
+    # on one device no buffer of ragged products is larger than what comes
+    idle_alone = 0.0 if experts is None or experts.is_ragged else idle * pipe.mesh.num_devices
+    peers_flops = passes * (_peers_flops(ById(stage_costs.model.stored), config.microbatch_size) - idle_alone)
     fuses_attention = any(s.fuses_attention for s in stages)
     num_params = sum(s.num_params for s in priced_plan.plan.stages)
     return Prediction(
@@ -367,10 +370,7 @@ def predict(
         update_s=update_s,
         late_update_s=late_update_s,
         model_flops=flops,
-        peers_flops=passes
-        * (_peers_flops(ById(stage_costs.model.stored), config.microbatch_size) - pipe.mesh.num_devices * idle)
-        if fuses_attention
-        else flops,
+        peers_flops=peers_flops if fuses_attention else flops,
         num_params=num_params,
         active_params=num_params - round(sum((1 - k / leaf.shape[0]) * leaf.size for leaf, k in stage_costs.experts)),
         experts=experts,

@@ -151,11 +151,13 @@ class Space:
                 yield layout
 
     def orders(self, layout: Settings) -> tuple[OrderSettings, ...]:
-        """Return the orders of a layout. A single rank has one order."""
+        """Return the orders of a layout. A single rank has one order, and with experts over devices that which braids."""
         # traversals that do all forwards first need memory for all microbatches, as GPipe does: only if asked for by name
         ranks, microbatches = layout["pipeline.ranks"], layout["pipeline.microbatches"]
         orders = _orders(ranks, ranks * microbatches <= MOST_PAIRS, layout["pipeline.vocabulary"])
         named = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
+        if ranks == 1 and layout.get("pipeline.ep", 1) > 1:  # exchanges of one microbatch beside products of another
+            orders += tuple(o for o in _families(1, True) if o.settings["pipeline.schedule"] == "combined-1f1b")
         if layout["pipeline.vocabulary"] != "ends" and not named:
             orders = tuple(o for o in orders if o.settings["pipeline.schedule"] in SPREAD)
         texts_by_key = {"traverse.first": ("backward", "interleaved", "None"), **self.only}.items()

@@ -65,7 +65,7 @@ from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions, held_bytes
 from jaxpipe.stage.functions import StageFunction, StageFunctions, compiled_footprint, with_offload
 from jaxpipe.stage.identity import function_key
-from jaxpipe.stage.jaxprs import is_attention_kernel, is_exchange
+from jaxpipe.stage.jaxprs import is_attention_kernel, is_exchange, is_ragged
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.params import ParamAval, compute_avals, expert_leaves, routed_flops
 from jaxpipe.stage.model.plan import Cut, StageLinks, links_of
@@ -286,9 +286,16 @@ class PlannedStage:
 
     @property
     def seconds(self) -> np.ndarray[Any, Any]:
-        """Seconds of a forward, a split backward (B and W), and a fused backward (BW): [3]."""
-        f, b, w, bw = (self.work[op].seconds if op in self.work else 0.0 for op in ("F", "B", "W", "BW"))
+        """Seconds of a forward, a split backward (B and W), and a fused backward (BW), at least: [3]."""
+        work = (self.work.get(op, Work()) for op in ("F", "B", "W", "BW"))
+        # rows that do not come cost ragged products nothing
+        f, b, w, bw = (x.seconds - x.expert_s * self.is_ragged for x in work)
         return np.array([f, b + w, bw])
+
+    @property
+    def is_ragged(self) -> bool:
+        """Return whether experts' products are over as many rows as there are."""
+        return is_ragged(self.functions.functions["F"].jaxpr)
 
     @property
     def workspace(self) -> Mapping[str, float]:
@@ -299,7 +306,7 @@ class PlannedStage:
 class ExpertRows(NamedTuple):
     """The rows that a device receives for its experts, a layer and microbatch: each position goes to ``top_k`` of
     ``num_experts``. ``mean``: of all devices; ``worst``: if every position wants as many of one device's experts as it may;
-    ``room``: the rows of buffers, in means."""
+    ``room``: the rows of buffers, in means. ``is_ragged``: products leave out the empty ones."""
 
     num_experts: int
     top_k: int
@@ -307,6 +314,7 @@ class ExpertRows(NamedTuple):
     worst: float
     row_bytes: int
     room: float
+    is_ragged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +371,7 @@ class StageCosts:
             return self.seconds_of.mesh(self.shards)
         if self.temp_of is not None and self.temp_of.mesh is not None:
             return self.temp_of.mesh
-        device = AbstractDevice(self.target.name, None, "cpu" if self.target.chip is None else "gpu")
+        device = AbstractDevice(self.target.description, None, "cpu" if self.target.chip is None else "gpu")
         return mesh_over_none(self.shards, device)
 
     @cached_property
@@ -384,7 +392,8 @@ class StageCosts:
         for leaf, k in self.experts:
             count, width, *_ = leaf.shape
             worst = parts * positions * min(k, count // parts)
-            received.append(ExpertRows(count, k, positions * k, worst, width * leaf.dtype.itemsize, room))
+            row_bytes, is_ragged = width * leaf.dtype.itemsize, any(s.is_ragged for s in stages)
+            received.append(ExpertRows(count, k, positions * k, worst, row_bytes, room, is_ragged))
         return max(received, key=lambda rows: rows.worst, default=None)
 
     @cached_property

@@ -318,11 +318,15 @@ def multiplies_experts(eqn: JaxprEqn, experts: Collection[tuple[int, int]]) -> b
     """Whether an equation multiplies rows by experts' matrices, or makes the gradient of those: a product in groups (over one
     batch axis, or ragged) of an array that may be a parameter of theirs. ``experts``: how many each of these holds, along axis
     0, and how many elements."""
-    name = eqn.primitive.name
-    is_batched = name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) == 1
-    if not is_batched and not name.startswith("ragged_dot"):
+    is_batched = eqn.primitive.name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) == 1
+    if not is_batched and "ragged_dot_dimension_numbers" not in eqn.params:
         return False
     return any((shape[0], math.prod(shape)) in experts for shape in map(shape_of, (*eqn.invars, *eqn.outvars)))
+
+
+def is_ragged(jaxpr: Any) -> bool:
+    """Whether a body has products in groups of as many rows as there are."""
+    return any("ragged_dot_dimension_numbers" in eqn.params for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
 def expert_flops(jaxpr: Any, experts: Collection[tuple[int, int]]) -> int:

@@ -21,7 +21,7 @@ from jaxpipe.schedule.files import from_schedule, to_schedule
 from jaxpipe.schedule.passes.braid import costly_backwards, fused_stages, with_fused_stages
 from jaxpipe.schedule.timeline import at_most
 from jaxpipe.stage.functions import StageFunctions
-from jaxpipe.stage.jaxprs import PEERS, expert_flops
+from jaxpipe.stage.jaxprs import PEERS, expert_flops, is_ragged
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.params import expert_leaves, routed_flops
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, param_avals
@@ -268,9 +268,11 @@ def step_flops(prepared: Prepared, stages: Sequence[StageFunctions]) -> tuple[fl
     buffers = sum(expert_flops(f.functions["F"].jaxpr, f.layout.expert_sizes(layers)) for f in stages)
     experts = expert_leaves(layers, param_avals(prepared.model)) if buffers else []
     idle = buffers * pipe.mesh.num_devices - routed_flops(experts) * config.microbatch_size * config.data.seq_len
+    # on one device no buffer of ragged products is larger than what comes
+    idle_alone = 0.0 if any(is_ragged(f.functions["F"].jaxpr) for f in stages) else idle
     layer_costs = analytic_layer_costs(prepared.model.stored, config.microbatch_size, attention=PEERS)
-    passes = 3 * pipe.microbatches
-    return float(passes * (forward - idle)), passes * (sum(layer_costs) - idle)
+    passes = 3.0 * pipe.microbatches
+    return passes * (forward - idle), passes * (sum(layer_costs) - idle_alone)
 
 
 def offload_options(offload: OffloadConfig) -> OffloadOptions:

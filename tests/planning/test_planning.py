@@ -501,6 +501,19 @@ def test_an_imbalance_costs_what_buffers_for_it_would() -> None:
     assert "imbalance 2.5, which seconds are of; beyond 1.25 a run drops rows" in says
 
 
+def test_ragged_products_take_as_long_as_the_rows_that_come() -> None:
+    def on(buffer: float, imbalance: float) -> Prediction:
+        options = ["products=ragged", f"buffer={buffer}", "expert_size=128", "d_model=128"]
+        config = mixture(dp=4, ep=4).override(["run.dtype=bfloat16", *(f"model.options.{x}" for x in options)])
+        return predict(config, stage_costs_of(config, H100, Efficiency(imbalance=imbalance), silent), 80e9)
+
+    tight, even, uneven = on(1.0, 1.0), on(2.0, 1.0), on(2.0, 2.0)
+    assert tight.model_flops == even.model_flops == uneven.model_flops
+    assert even.costs.f_s[0] < uneven.costs.f_s[0]
+    # exchanges are of whole buffers
+    assert tight.costs.tp_comm_s[0] < even.costs.tp_comm_s[0] == uneven.costs.tp_comm_s[0]
+
+
 def test_gradients_are_separated_where_it_pays() -> None:
     plain, separated, braided = (
         prediction_of(config, stage_costs_for(config))

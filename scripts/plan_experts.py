@@ -1,11 +1,12 @@
-"""Sizes and exchanges of three mixtures of experts, counted from a table of their layers, beside published numbers.
+"""Sizes and exchanges of three mixtures of experts, counted by hand, by ``jaxpipe plan``, and as published and recorded.
 
-python scripts/plan_experts.py            # tables on stdout
+python scripts/plan_experts.py            # tables on stdout (about a minute of tracing)
 python scripts/plan_experts.py --write    # into scripts/results/plan-experts.json, too
 
-The count is by hand, from what each model's paper or ``config.json`` says; it shares no code with ``jaxpipe``, whose plans are
-checked against it. DeepSeek-V3's latent attention (MLA), which no model here has, is in the table of layers. Its layer for the
-prediction of a second token is left out, as the published 671 billion do.
+The count by hand is from what each model's paper or ``config.json`` says; it shares no code with ``jaxpipe``, whose plans of
+the files in ``scripts/plans/`` are checked against it. DeepSeek-V3's latent attention (MLA), which no model here has, is
+counted by hand; its plan file has grouped queries of as many parameters in its place. Its layer for the prediction of a second
+token is left out, as the published 671 billion do.
 
 Each token of a layer is sent to ``top_k`` experts and comes back (dispatch, combine), F and B alike. Of what a device sends,
 the part for devices of its node goes over NVLink, at the same time the rest over the network; a link moves 80% of what its data
@@ -15,7 +16,8 @@ Recorded runs (the exchanges in a step are those that are not hidden; compute is
 
 * (a) NVIDIA-NeMo/Megatron-Bridge, docs/training/communication-overlap.md, 2026-05-18: Qwen3-30B-A3B, 16 H100s in two nodes,
   EP 16, no pipeline, 64 microbatches of one sequence of 4096 a GPU (the recipe ``qwen3_30b_a3b``, H100, BF16, v1), routing
-  balanced by force, without CUDA graphs and fused permutation: seconds of a step without and with hidden exchanges.
+  balanced by force, without CUDA graphs and fused permutation: seconds of a step without and with hidden exchanges. ``plan``'s
+  are those of ``1f1b`` and of ``combined-1f1b``, which hides what it can at no cost to the products beside.
 * (b) pytorch/torchtitan issue 3434, 2026-06: the 16B model of its ``deepseek_v3``, 64 experts, 6 a token, 26 layers of them, on
   2 and 4 nodes of 8 H100s with RoCE, EP 16 and 32, four sequences of 4096 a GPU (the config's default; it fits the printed
   tokens/s and spans): seconds of the exchanges in a step, with balanced routing and with that of the real router. Their
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +37,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from jaxpipe.planning.predict import Prediction, predict  # noqa: E402
+from jaxpipe.planning.roofline import Efficiency  # noqa: E402
+from jaxpipe.planning.stages import stage_costs_of  # noqa: E402
+from jaxpipe.planning.targets import TARGETS  # noqa: E402
+from jaxpipe.train.config import load_config  # noqa: E402
 from scripts.provenance import commit_id  # noqa: E402
 from scripts.results_table import experts_table  # noqa: E402
 
@@ -184,6 +193,45 @@ def sizes() -> list[Row]:
     return rows
 
 
+def planned(name: str, *overrides: str) -> Prediction:
+    """Predict a plan file on H100s, without compiling."""
+    config, h100 = load_config(ROOT / "scripts" / "plans" / f"{name}.toml", overrides), TARGETS["h100"]
+    return predict(config, stage_costs_of(config, h100, Efficiency(), lambda text: None), h100.memory_bytes)
+
+
+EP_8 = (
+    "pipeline.ranks=1", "pipeline.dp=8", "pipeline.ep=8", "pipeline.microbatches=1", "run.batch=8", "pipeline.schedule=1f1b",
+    "pipeline.recompute=flash", "model.options.capacity=1.0",
+)  # fmt: skip
+"""A microbatch of 4096 tokens a device, experts over the devices of one node; B exchanges as much as F."""
+RECORDED = ("pipeline.recompute=flash", "model.options.capacity=1.0")
+
+
+def plans() -> list[Row]:
+    """Return what ``jaxpipe plan`` says of each file; exchanges of a layer are those of F."""
+    rows = []
+    for name, model in MODELS.items():
+        p, in_node = planned(name), planned(name, *EP_8)
+        assert p.experts is not None
+        exchange_ms = 1e3 * sum(in_node.costs.tp_comm_s) / (model.num_layers - model.dense_layers)
+        rows.append(
+            {
+                "model": name, "parameters": p.num_params, "active_parameters": p.active_params,
+                "exchange_ms": round(exchange_ms, 3), "devices": p.devices, "schedule": p.schedule.name,
+                "step_s": round(p.step_s, 2), "mfu": round(p.mfu, 3), "peak_gb": round(p.worst.peak_bytes / 1e9, 1),
+                "worst_rows": round(p.experts.worst), "worst_gb": round(p.experts.worst * p.experts.row_bytes / 1e9, 2),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def planned_run() -> Row:
+    """Return the recorded run (a) as ``plan`` predicts it."""
+    plain, hiding = (planned("qwen3-30b-a3b", *RECORDED, f"pipeline.schedule={x}") for x in ("1f1b", "combined-1f1b"))
+    steps = {"plan_step_s": plain.step_s, "plan_step_with_hiding_s": hiding.step_s}
+    return {key: round(x, 2) for key, x in steps.items()}
+
+
 def recorded() -> list[Row]:
     """Return recorded runs, and what the same arithmetic gives for them."""
     qwen, microbatches = MODELS["qwen3-30b-a3b"], 64
@@ -222,7 +270,9 @@ def main() -> None:
         "command": "python scripts/plan_experts.py --write",
         "commit": commit_id(),
         "sizes": sizes(),
+        "plans": plans(),
         "recorded": recorded(),
+        "planned_run": planned_run(),
     }
     if arguments.write:
         RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

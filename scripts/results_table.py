@@ -255,6 +255,7 @@ def public_table(report: dict[str, Any]) -> list[str]:
 def experts_table(report: dict[str, Any]) -> list[str]:
     """Tabulate mixtures of experts (``plan_experts.py``): sizes beside published ones, exchanges beside recorded ones."""
     run, *exchanges = report["recorded"]
+    plan = report["planned_run"]
     return [
         "Mixtures of experts, counted by hand: parameters beside published ones; a layer's F and its exchanges (dispatch and "
         "combine) for 4,096 tokens on an H100, EP 8 in a node.",
@@ -268,6 +269,18 @@ def experts_table(report: dict[str, Any]) -> list[str]:
             for r in report["sizes"]
         ),
         "",
+        "The same by `jaxpipe plan` of `scripts/plans/` on H100s (DeepSeek-V3 with grouped queries in place of MLA):",
+        "",
+        "| model | parameters, active (10⁹) | exchanges at EP 8, ms (÷ by hand) | GPUs, schedule | step | MFU | GB a GPU "
+        "| worst buffer |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| {r['model']} | {r['parameters'] / 1e9:.2f}, {r['active_parameters'] / 1e9:.2f} | {r['exchange_ms']:.2f} "
+            f"({r['exchange_ms'] / by_hand['exchange_ms']:.2f}) | {r['devices']}, {r['schedule']} | {r['step_s']} s | "
+            f"{r['mfu']:.1%} | {r['peak_gb']} | {r['worst_gb']} GB |"
+            for r, by_hand in zip(report["plans"], report["sizes"], strict=True)
+        ),
+        "",
         "| recorded exchanges of a step | balanced, ms | by arithmetic (÷ recorded) | real routing, ms (÷ balanced) |",
         "|---|---|---|---|",
         *(
@@ -278,7 +291,8 @@ def experts_table(report: dict[str, Any]) -> list[str]:
         "",
         f"{run['run']}: a step of {run['step_s']} s became {run['step_with_hiding_s']} s with hidden exchanges "
         f"(Megatron-Bridge). By arithmetic its exchanges take {run['exchange_s']} s and its products "
-        f"{run['compute_s_at_half_peak']} s at half the peak: {run['hidden_share']:.0%} of the exchanges were hidden.",
+        f"{run['compute_s_at_half_peak']} s at half the peak: {run['hidden_share']:.0%} of the exchanges were hidden. "
+        f"`plan` has {plan['plan_step_s']} s, and {plan['plan_step_with_hiding_s']} s with `combined-1f1b`.",
         "",
         f"- `{report['command']}`, commit {report['commit']}.",
     ]

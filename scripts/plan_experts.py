@@ -213,7 +213,7 @@ def plans() -> list[Row]:
     for name, model in MODELS.items():
         p, in_node = planned(name), planned(name, *EP_8)
         assert p.experts is not None
-        exchange_ms = 1e3 * sum(in_node.costs.tp_comm_s) / (model.num_layers - model.dense_layers)
+        exchange_ms = 1e3 * sum(in_node.costs.f_comm_s) / (model.num_layers - model.dense_layers)
         rows.append(
             {
                 "model": name, "parameters": p.num_params, "active_parameters": p.active_params,

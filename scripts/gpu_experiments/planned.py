@@ -167,6 +167,7 @@ def many_composed(settings: Settings) -> dict[str, Any]:
 
 
 def _composed(settings: Settings, layout: Layout, target: Any) -> dict[str, Any]:
+    from jaxpipe.cost.profile import StageSizes
     from jaxpipe.planning.predict import link_of, reduction_s
     from jaxpipe.planning.roofline import Efficiency
     from jaxpipe.rehearsal.rank import Rehearsal
@@ -194,8 +195,7 @@ def _composed(settings: Settings, layout: Layout, target: Any) -> dict[str, Any]
     costs = rehearsed_costs(pipe, reports, link=link_of(target, efficiency))
     microbatches = layout.sequences // layout.dp
     timeline = simulate(generate("zb-h1", layout.ranks, microbatches, costs=costs), costs)
-    gradient_bytes = max(sum(a.size * a.dtype.itemsize for a in s.acc_avals) for s in pipe.stages)
-    reduced_s = reduction_s(gradient_bytes, target, efficiency, ways)
+    reduced_s = max(reduction_s(StageSizes.of(stage), target, efficiency, ways) for stage in pipe.stages)
     step_s = timeline.makespan + reduced_s
     flops_per_token = 3 * sum(analytic_layer_costs(pipe.model.stored, 1, attention=PEERS)) / layout.sequence
     tokens_per_s = layout.sequences * layout.sequence / step_s / (layout.ranks * layout.dp)

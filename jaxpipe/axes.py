@@ -231,6 +231,12 @@ class RankMesh:
         """Return whether activations between layers are divided along the time axis."""
         return self.sequence and self.tp > 1
 
+    @property
+    def time_axes(self) -> tuple[str, ...]:
+        """Return the axes of several devices that have other times of one row between layers."""
+        axes = (*TIME, TP) if self.splits_time else TIME
+        return tuple(axis for axis in axes if self.sizes[axis] > 1)
+
 
 class TensorParallel(RankMesh):
     """The earlier name of :class:`RankMesh` for layers alone, which calls ``tp`` ``size``; what it makes is a RankMesh."""

@@ -10,7 +10,8 @@ Tree::
     ├── StageError               a layer or a model can't be cut, traced or split
     ├── ProgramError             a schedule can't be lowered onto these stages and this mesh
     ├── RunError                 an instruction failed at run time; names rank, action and stage; exit code 5
-    │   └── NotFiniteError       a run whose gradients or parameters are no longer finite; exit code 4
+    │   ├── NotFiniteError       a run whose gradients or parameters are no longer finite; exit code 4
+    │   └── JudgedError          a layer ended the run (``Layer.judge``); exit code 7
     ├── DataError                training data can't be read or is too small
     └── CheckpointError          a checkpoint is missing, damaged or does not fit the model; exit code 3
 
@@ -39,6 +40,7 @@ EXIT_CODES: Mapping[int, str] = {
     4: "gradients or parameters were not finite",
     5: "a device or a step failed, or hung",
     LOST: "another process of the run was lost",
+    7: "a layer ended the run, such as experts that were to drop nothing (on_drop=stop)",
     STOPPED: "stopped by a signal, what was done is saved; the same command goes on",
     INTERRUPTED: "interrupted by Ctrl-C: any verb, training before its first step or by a second signal while stopping",
     READER_GONE: "output closed early by its reader, as by | head (SIGPIPE)",
@@ -100,6 +102,12 @@ class NotFiniteError(RunError):
     """A run ended because its gradients or parameters are not finite. What was saved before is intact."""
 
     exit_code: ClassVar[int] = 4
+
+
+class JudgedError(RunError):
+    """A run ended because one of its layers found the sums of a step unfit. What was saved before is intact."""
+
+    exit_code: ClassVar[int] = 7
 
 
 class DataError(JaxpipeError):

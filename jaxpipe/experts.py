@@ -22,7 +22,7 @@ take its place. Not modelled: one copy of a token for all its experts on a devic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe._jax_compat import hopper_kernels, hopper_ragged_dot, vary, varying_axes
+from jaxpipe.axes import DATA
 from jaxpipe.errors import ConfigError
 
 SCORES = ("softmax", "sigmoid")
@@ -239,6 +240,71 @@ def _by_expert(x: jax.Array, shards: int, back: bool = False) -> jax.Array:
         return parts.reshape(shards * len(x), -1, width)
     experts = len(x) // shards
     return x.reshape(shards, experts, -1, width).transpose(1, 0, 2, 3).reshape(experts, -1, width)
+
+
+# --- balance: each the same for any cut of the batch into microbatches and shards ----------------------------------------
+
+
+def sequence_balance(choice: Choice, rows: int, axes: Sequence[str] = ()) -> tuple[jax.Array, jax.Array]:
+    """Return the balance loss by sequence as a sum over tokens, and their number.
+
+    A sequence's is E/k · Σ over experts of the fraction of its choices times the mean share of its scores (1 where both are
+    even), as in DeepSeek-V3; the fractions carry no gradient. ``rows``: how many sequences, of which shards along ``axes`` have
+    other parts. Every position counts. Means over a microbatch (Switch, GShard) are not offered: their product changes with
+    the cut.
+    """
+    num_experts, k = choice.probs.shape[1], choice.experts.shape[1]
+    shares = _shares(choice)
+    numbers = jnp.arange(num_experts, dtype=choice.experts.dtype)[None]
+    # One [N, E] comparison a choice: no one-hot of N·k·E.
+    is_chosen = sum((choice.experts[:, j, None] == numbers).astype(shares.dtype) for j in range(k))
+    sums = jnp.stack([is_chosen, shares]).reshape(2, rows, -1, num_experts).sum(2)
+    counts, totals = lax.psum(sums, tuple(axes)) if axes else sums  # [rows, E]
+    length = len(shares) // rows * math.prod(lax.axis_size(axis) for axis in axes)
+    balance = num_experts / (k * length**2) * jnp.sum(counts * totals)
+    tokens = len(shares) * _copies(axes)
+    return balance * (tokens / rows), jnp.asarray(tokens, shares.dtype)
+
+
+def batch_balance(choice: Choice, fractions: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, jax.Array]:
+    """Return the balance loss by the batch before as a sum over tokens, and their number: E · Σ over experts of ``fractions``
+    [E], those of that batch's choices (:func:`fractions_of`), times the share of the scores. It is linear in tokens. ``axes``:
+    as for :func:`sequence_balance`."""
+    shares, fractions = _shares(choice), lax.stop_gradient(fractions)
+    total = len(fractions) * jnp.sum(shares @ fractions.astype(shares.dtype))
+    return over_data_shard(total, axes), jnp.asarray(len(shares) * _copies(axes), shares.dtype)
+
+
+def _shares(choice: Choice) -> jax.Array:
+    return choice.probs / jnp.maximum(jnp.sum(choice.probs, axis=-1, keepdims=True), 1e-20)
+
+
+def over_data_shard(
+    x: jax.Array, axes: Sequence[str], combine: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lax.psum
+) -> jax.Array:
+    """Combine what those shards along ``axes`` have that count as one of the data: under sequence parallelism they have other
+    positions of the same rows."""
+    same = tuple(axis for axis in axes if axis not in DATA)
+    return combine(x, same) if same else x
+
+
+def _copies(axes: Sequence[str]) -> int:
+    """Return how many shards along ``axes`` count as one of the data: those return the sums of all of them."""
+    return math.prod(lax.axis_size(axis) for axis in axes if axis not in DATA)
+
+
+def fractions_of(load: jax.Array) -> jax.Array:
+    """Return the fraction of a step's choices that went to each expert: ``load`` [E] int32."""
+    return load.astype(jnp.float32) / jnp.maximum(jnp.sum(load), 1).astype(jnp.float32)
+
+
+def balanced_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
+    """Return the bias of the choice [E] after a step whose choices by expert were ``load``: ``rate`` more where these are below
+    their mean, ``rate`` less where they are above; its mean is 0 (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024)."""
+    # In integers: a float32 mean of large counts would be off.
+    mean, rest = jnp.divmod(jnp.sum(load), len(load))
+    moved = bias + rate * (jnp.sign(mean - load) + ((load == mean) & (rest > 0))).astype(bias.dtype)
+    return moved - jnp.mean(moved)
 
 
 # --- rows that move by gathers both ways ---------------------------------------------------------------------------------

@@ -11,12 +11,16 @@ An expert layer has ``router`` [D, E], which is computed with in float32, ``gate
 ``router_bias`` [E], which chooses and is not trained by gradients. Experts that all tokens use are one dense MLP of their joint
 width, ``shared_gate_up`` and ``shared_down``; ``shared_gate`` [D, 1] is a sigmoid gate of its result.
 
+It has ``router_fractions`` [E] where ``balance="batch"``, which no gradient trains either: both follow from the counts of a
+step.
+
 An expert lies whole on one device. With tensor parallelism they need sequence parallelism, so that each shard has tokens of its
 own to send.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,10 +28,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.experts import PRODUCTS, SCORES, Choice, combine, dispatch, product, route
+from jaxpipe.experts import (
+    PRODUCTS,
+    SCORES,
+    Choice,
+    balanced_bias,
+    batch_balance,
+    combine,
+    dispatch,
+    fractions_of,
+    over_data_shard,
+    product,
+    route,
+    sequence_balance,
+)
 from jaxpipe.interop.table import HuggingFace, Keys, Tensor, refused
 from jaxpipe.stage.model.layer import (
     Layer,
@@ -37,6 +55,7 @@ from jaxpipe.stage.model.layer import (
     Params,
     Path,
     Shard,
+    With,
     build_options,
     check_sizes,
     divisors,
@@ -62,6 +81,8 @@ from .llama import (
     with_own_heads,
 )
 
+BALANCES = ("sequence", "batch", "none")
+
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig(LlamaConfig):
@@ -72,7 +93,13 @@ class MoEConfig(LlamaConfig):
     ``score``, ``renormalise``, ``scale``, ``groups``, ``top_groups``, ``group_best``: as in :func:`~jaxpipe.experts.route`.
     ``products``: ``padded`` or ``ragged``. ``capacity`` (padded): for how many of a shard's choices an expert has room, in
     means; ``buffer`` (ragged): for how many a pair of shards has; None: for all, as many as could come, which costs E/k times
-    the memory and arithmetic of the mean where products are padded.
+    the memory and arithmetic of the mean where products are padded. ``on_drop``: ``count`` the choices that had no room, or
+    ``stop`` the run at the first.
+
+    ``balance``: the loss that spreads choices over experts, its mean over layers times ``balance_weight`` added to the model's:
+    by ``sequence`` (:func:`~jaxpipe.experts.sequence_balance`), by the fractions of the last step's ``batch``
+    (:func:`~jaxpipe.experts.batch_balance`), or ``none``. ``bias_rate``: by how much a step moves ``router_bias`` against the
+    load of each expert (:func:`~jaxpipe.experts.balanced_bias`); 0: not.
     """
 
     model = "MoE"
@@ -93,6 +120,10 @@ class MoEConfig(LlamaConfig):
     products: str = "padded"
     capacity: float | None = None
     buffer: float | None = None
+    on_drop: str = "count"
+    balance: str = "sequence"
+    balance_weight: float = 0.01
+    bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
         LlamaConfig.__post_init__(self)
@@ -103,9 +134,17 @@ class MoEConfig(LlamaConfig):
             raise ConfigError(
                 f"MoE: top_k is {self.top_k}, and there are {E} experts; use 1 to {E}, or more num_experts"
             )
-        for name, words in (("score", SCORES), ("products", PRODUCTS)):
+        words_of = {"score": SCORES, "products": PRODUCTS, "balance": BALANCES, "on_drop": ("count", "stop")}
+        for name, words in words_of.items():
             if getattr(self, name) not in words:
                 raise ConfigError(f"MoE: {name} is {getattr(self, name)!r}; use {' or '.join(words)}")
+        if self.bias_rate and not self.router_bias:
+            raise ConfigError(
+                f"MoE: bias_rate is {self.bias_rate}, and there is no router_bias to move; set router_bias=true"
+            )
+        for name in ("balance_weight", "bias_rate"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"MoE: {name} is {getattr(self, name)}; want 0 or a small number such as 0.01")
         for name in ("capacity", "buffer", "scale"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -164,11 +203,14 @@ def expert_block(config: MoEConfig, rotary: bool) -> Layer:
     shared = swiglu_matrices("shared_") if config.shared_size else {}
     return replace(
         layer,
-        apply=partial(_without_routing, partial(with_own_heads, layer.apply, config)),
+        apply=partial(_with_routing, config, partial(with_own_heads, layer.apply, config)),
         matrices={**attention_matrices(config), **experts, **shared},
         experts={("gate_up",): config.top_k, ("down",): config.top_k},
         float32=_is_of_router,
-        trainable=_is_trained if config.router_bias else None,
+        trainable=_is_trained if config.router_bias or config.balance == "batch" else None,
+        losses={} if config.balance == "none" else {"balance": config.balance_weight},
+        after_step=partial(_after_step, config) if config.bias_rate or config.balance == "batch" else None,
+        judge=partial(_judged, config) if config.on_drop == "stop" and config.room is not None else None,
     )
 
 
@@ -181,17 +223,49 @@ class Routing(NamedTuple):
     dropped: jax.Array
 
 
-def _without_routing(apply: Callable[..., tuple[Any, Routing]], params: Params, x: Any, context: LayerContext) -> Any:
-    """Apply a block and return the residual stream alone."""
-    return apply(params, x, context)[0]
+def _with_routing(
+    c: MoEConfig, apply: Callable[..., tuple[Any, Routing]], params: Params, x: Any, context: LayerContext
+) -> With:
+    """Apply a block, and return beside the residual stream its balance loss, how many choices each expert got, and how many of
+    them had no room; where a run is to stop then, also the most that was asked of a bucket, and what it was a part of."""
+    y, (choice, counts, dropped) = apply(params, x, context)
+    axes = context.tp.time_axes
+    losses = {}
+    if c.balance == "sequence":
+        losses["balance"] = sequence_balance(choice, len(y), axes)
+    if c.balance == "batch":
+        losses["balance"] = batch_balance(choice, params["router_fractions"], axes)
+    sums = {"load": counts} | ({} if c.room is None else {"dropped": dropped})
+    peaks = {}
+    if c.on_drop == "stop" and c.room is not None:
+        buckets = counts if c.products == "padded" else counts.reshape(context.tp.parts("experts"), -1).sum(1)
+        peaks = {"fullest": over_data_shard(buckets, axes, jax.lax.pmax), "choices": jnp.int32(choice.experts.size)}
+    return With(y, losses, {name: over_data_shard(n, axes) for name, n in sums.items()}, peaks)
+
+
+def _after_step(c: MoEConfig, leaves: Params, sums: Mapping[str, jax.Array]) -> Params:
+    new = {"router_bias": balanced_bias(leaves["router_bias"], sums["load"], c.bias_rate)} if c.bias_rate else {}
+    return new | ({"router_fractions": fractions_of(sums["load"])} if c.balance == "batch" else {})
+
+
+def _judged(c: MoEConfig, sums: Mapping[str, np.ndarray]) -> str:
+    load, dropped, fullest = sums["load"], sums["dropped"], sums["fullest"]
+    if not dropped.any():
+        return ""
+    expert, name = int(dropped.argmax()), "capacity" if c.products == "padded" else "buffer"
+    needed = math.ceil(100 * float(fullest.max()) * len(fullest) / int(sums["choices"])) / 100
+    return (
+        f"{dropped.sum()} of {load.sum()} choices had no room (on_drop=stop): expert {expert} dropped {dropped[expert]} of its "
+        f"{load[expert]}, where the mean is {load.mean():.0f}; {name} is {c.room}, and {needed} would have held all"
+    )
 
 
 def _is_of_router(path: Path) -> bool:
-    return path in (("router",), ("router_bias",))
+    return path in (("router",), ("router_bias",), ("router_fractions",))
 
 
 def _is_trained(path: Path) -> bool:
-    return path != ("router_bias",)
+    return path not in (("router_bias",), ("router_fractions",))
 
 
 class ExpertBlock(Block):
@@ -226,6 +300,9 @@ class ExpertBlock(Block):
         shards = tp.parts("experts")
         router = self.param("router", normal(0.02), (D, E), jnp.promote_types(c.dtype, jnp.float32))
         bias = self.param("router_bias", nn.initializers.zeros, (E,), router.dtype) if c.router_bias else None
+        if c.balance == "batch":
+            # Only told to the loss, and changed after a step; before the first one they are even.
+            self.param("router_fractions", nn.initializers.constant(1 / E), (E,), router.dtype)
         gate_up = self.param("gate_up", normal(0.02), (E // shards, D, 2, F), c.dtype)
         down = self.param("down", normal(float(0.02 / (2 * c.num_layers) ** 0.5)), (E // shards, F, D), c.dtype)
 
@@ -255,6 +332,7 @@ def _expert_shards(c: MoEConfig, tp: RankMesh) -> Mapping[Path, Shard]:
             f"{divisors(c.num_experts)} devices, or make num_experts a multiple of {shards}"
         )
     of_stream = [("router",)] + [("router_bias",)] * c.router_bias + [("shared_gate",)] * c.shared_gate
+    of_stream += [("router_fractions",)] * (c.balance == "batch")
     experts: dict[Path, Shard] = {("gate_up",): ("experts", 0), ("down",): ("experts", 0)}
     shared = swiglu_shards(c, tp, "shared_") if c.shared_size else {}
     return {**attention_shards(c, tp), **experts, **shared, **partial_leaves(tp, *of_stream)}

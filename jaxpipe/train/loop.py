@@ -23,7 +23,7 @@ from typing import TextIO
 import jax
 import numpy as np
 
-from jaxpipe.errors import DataError, JaxpipeError, NotFiniteError, RunError, short_message
+from jaxpipe.errors import DataError, JaxpipeError, JudgedError, NotFiniteError, RunError, short_message
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.connections import Position, ProcessStatus
 from jaxpipe.runtime.executor import place_of
@@ -197,8 +197,8 @@ class TrainingLoop:
         with records as self.figures.records, self.watchdog:
             try:
                 self._steps(self._first_state(), evaluated)
-            except NotFiniteError as error:
-                raise NotFiniteError(f"{error}; {self.checkpoints.advice('change that and ')}") from error
+            except (NotFiniteError, JudgedError) as error:
+                raise type(error)(f"{error}; {self.checkpoints.advice('change that and ')}") from error
             except Exception as error:
                 if not (isinstance(error, RunError) or of_device(error)):
                     raise
@@ -332,7 +332,7 @@ class TrainingLoop:
         """Wait for the pending step's scalars, write its record, and judge it.
 
         Raises:
-            NotFiniteError: the run is not to go on from it.
+            NotFiniteError, JudgedError: the run is not to go on from it.
         """
         if self.pending is None:
             return
@@ -350,6 +350,10 @@ class TrainingLoop:
         if metrics.timeline is not None:
             self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.figures.skipped.judge(step, cause=cause, finite=bool(scalars["finite"]))
+        for layer in self.pipe.model.layers:
+            sums = {name: of_layer[layer.name] for name, of_layer in scalars["sums"].items() if layer.name in of_layer}
+            if layer.judge is not None and (reason := layer.judge(sums)):
+                raise JudgedError(f"step {step}: layer {layer.name}: {reason}")
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()

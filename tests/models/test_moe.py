@@ -30,7 +30,7 @@ from tests.support.parallel_cases import assert_close
 
 SMALL: Mapping[str, Any] = {
     "vocab_size": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "seq_len": 8, "num_experts": 8,
-    "expert_size": 6, "mlp_size": 8, "dense_layers": "0", "dtype": "float64",
+    "expert_size": 6, "mlp_size": 8, "dense_layers": "0", "dtype": "float64", "balance_weight": 0.3,
 }  # fmt: skip
 M, ROWS = 4, 4
 
@@ -60,17 +60,19 @@ def with_every_expert(config: MoEConfig, layer: Layer) -> Layer:
         silent = {**params, "down": jnp.zeros_like(params["down"])}
         if config.shared_size:
             silent["shared_down"] = {"kernel": jnp.zeros_like(params["shared_down"]["kernel"])}
-        x = layer.apply(silent, x, context)
+        side = layer.apply(silent, x, context)
+        x = side.y
         scale = params["norm_mlp"]["scale"]
         norm = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps) * scale[None, None]
-        return x + every_expert(config, params, norm)
+        return replace(side, y=x + every_expert(config, params, norm))
 
     return replace(layer, apply=apply)
 
 
 @cache
 def reference(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any, Any, Any]:
-    """Return parameters of order one, a batch, and its loss and gradients by every expert on every token."""
+    """Return parameters of order one, a batch, its loss, and the gradients of that and the balance loss, by every expert on
+    every token."""
     kwargs = {**SMALL, **dict(options)}
     model, config = MoE(**kwargs), MoEConfig(**kwargs)
     dense = replace(
@@ -86,10 +88,11 @@ def reference(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any, Any, Any]
     batch["weights"] = rng.random((M, ROWS, 8)).astype(np.float32)
 
     def loss(params: Any) -> Any:
-        total, weight = apply_model(dense, params, {name: a.reshape(-1, 8) for name, a in batch.items()})
-        return total / weight
+        whole: Any = {name: a.reshape(-1, 8) for name, a in batch.items()}
+        (total, weight), (own, _) = (apply_model(dense, params, whole, train=train) for train in (True, False))
+        return total / weight, own / weight
 
-    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    (_, value), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     return params, batch, value, grads
 
 
@@ -122,7 +125,7 @@ DEEPSEEK = {
 CASES = [
     ({}, "dualpipe-v", RankMesh(dp=4, ep=2), "experts"),
     ({"products": "ragged", **SHARED}, "zb-h1", RankMesh(dp=2, ep=2, tp=2, sequence=True), "none"),
-    (DEEPSEEK, "zb-h1", RankMesh(tp=4, sequence=True), "full"),
+    ({**DEEPSEEK, "balance": "batch"}, "stp", RankMesh(cp=2, tp=2, sequence=True), "full"),
 ]
 
 
@@ -153,9 +156,9 @@ def test_gradients_are_those_of_every_expert_on_every_token(
     pipe = pipeline(MoE(**{**SMALL, **options}), family, tp, recompute)
     loss, grads = pipe.loss_and_grads(pipe.place(params), batch)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
-    if options.get("router_bias"):
-        # It is not trained, and has no gradient.
-        expected = {**expected, "block_01": {**expected["block_01"], "router_bias": grads["block_01"]["router_bias"]}}
+    # What is not trained has no gradient.
+    untrained = {k: x for k, x in grads["block_01"].items() if k in ("router_bias", "router_fractions")}
+    expected = {**expected, "block_01": {**expected["block_01"], **untrained}}
     assert_close(grads, expected, rtol=1e-10, atol=1e-12)
 
 

@@ -135,7 +135,7 @@ class Layer:
     ``after_step(leaves, sums) -> leaves``: new values of leaves that are not trained, after each step that changes parameters;
     it is traced. ``leaves``: those of the layer, by path; ``sums``: :attr:`With.sums` and ``peaks`` of the layer over the step.
     Leaves that it returns are whole on each device, and in the dtype of masters (:attr:`float32`).
-    ``judge(sums) -> str``: on the host, after each step of a run: a text ends the run (exit code 6), "" goes on.
+    ``judge(sums) -> str``: on the host, after each step of a run: a text ends the run (exit code 7), "" goes on.
 
     ``experts``: the leaves that hold one expert after another along axis 0, with the number of experts that a position is sent
     to; predictions read it.

@@ -199,6 +199,17 @@ class Skipping:
             self._note(f"step {step}: {why}; parameters were left as they are")
 
 
+def expert_load(sums: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Return how a step's choices spread over experts, given the sums ``load`` and ``dropped`` by layer: those of the fullest
+    expert over the mean, in the layer where that is largest; and the fraction of all for which there was no room."""
+    loads = [load for load in sums.get("load", {}).values() if load.any()]
+    if not loads:
+        return {}
+    dropped = sum(int(x.sum()) for x in sums.get("dropped", {}).values())
+    fullest = max(float(load.max() / load.mean()) for load in loads)
+    return {"load_fullest": fullest, "load_dropped": dropped / sum(int(load.sum()) for load in loads)}
+
+
 class TraceWindow:
     """A trace of the steps from the first to the last of ``steps`` (None: of none) in ``folder``. What goes wrong is told by
     ``warn`` in a line, and the rest of the trace is left out."""
@@ -266,6 +277,7 @@ class StepLog:
         self.last_step = start.step  # with a record
         self._loss, self._grad_norm, self._rate = math.nan, math.nan, None
         self._eval_loss: float | None = None
+        self._experts: dict[str, float] = {}
         self._mfu_per_rate: float | None = None  # of one token a second
         self._peers_over_own = 1.0  # the MFU with attention counted whole ÷ this one
         if peak_flops_per_s:
@@ -301,7 +313,10 @@ class StepLog:
             "applied": cause is None,
             **({} if cause is None else {"cause": cause}),
             **{f"metrics/{name}": value for name, value in scalars["metrics"].items()},
+            **{f"sums/{name}": of_layer for name, of_layer in scalars["sums"].items()},
         }
+        self._experts = expert_load(scalars["sums"])
+        record |= self._experts
         record["schedule"] = self._trainer.schedule.name
         if metrics.timeline is not None:
             self.timeline = metrics.timeline
@@ -353,6 +368,10 @@ class StepLog:
         return peak_bytes_in_use((d for submesh in submeshes for d in submesh.devices.flat), self._filled_before)
 
     def _remarks(self) -> Iterator[str]:
+        if self._experts:
+            yield f"fullest expert {self._experts['load_fullest']:.2f} × mean"
+        if fraction := self._experts.get("load_dropped"):
+            yield f"{fraction:.2%} dropped"
         if self.skipped.steps:
             yield f"{self.skipped.steps} skipped"
         if self.skipped.empty:

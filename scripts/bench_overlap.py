@@ -82,6 +82,12 @@ class Variant:
         how: dict[str, Any] = {"sequence": self.sequence, "fused_residual": self.fused_residual}
         return RankMesh(tp=shards // cp, cp=cp, cp_method=self.cp or "gather", **how)
 
+    def size(self, size: Size, shards: int) -> Size:
+        """Return the sizes of its stage: of experts, a row a shard, half as wide and twice as long (D 2048, T 4096)."""
+        if not self.experts:
+            return size
+        return replace(size, B=size.B * shards, T=2 * size.T, D=size.D // 2, H=size.H // 2)
+
 
 TINY = Size(2, 16, 16, 4, 2, "float32")
 _GPT, _LLAMA, _MOE = "models.gpt:GPT", "models.llama:Llama", "models.moe:MoE"
@@ -133,9 +139,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(devices, str):
         print(f"bench_overlap: {devices}; or try --tiny", file=sys.stderr)
         return 2
+    variants = {name: VARIANTS[name] for name in args.variant or VARIANTS}
     size = TINY if args.tiny else Size()
-    report = {**_provenance(args.target, size, args.tp, args.cp, arguments, tiny=args.tiny), "cases": []}
-    for variant in args.variant or VARIANTS:
+    # Those of the first, where all have the same.
+    sizes = [variant.size(size, shards) for variant in variants.values()]
+    meshes = [str(variant.mesh(shards, args.cp)) for variant in variants.values()]
+    shown = sizes[0] if len(set(sizes)) == 1 else size
+    report = {**_provenance(args.target, shown, args.tp, args.cp, arguments, tiny=args.tiny), "cases": []}
+    report |= {"mesh": meshes[0]} if len(set(meshes)) == 1 else {}
+    for variant in variants:
         stage, mesh = middle_stage(VARIANTS[variant], size, devices, args.cp)
         for program in args.program or PROGRAMS:
             for cublas in (False, True) if args.cublas or program == "F+BW woven" else (False,):
@@ -165,12 +177,10 @@ def middle_stage(variant: Variant, size: Size, devices: Any, cp: int = 1) -> tup
     from jaxpipe.stage.compiled.compile import build_all
     from jaxpipe.stage.model.reference import resolve_model
 
-    tp = variant.mesh(len(devices), cp)
+    tp, size = variant.mesh(len(devices), cp), variant.size(size, len(devices))
     mesh = mesh_over(tp, devices)
     options: dict[str, Any] = {"attention": variant.attention} if variant.attention else {}
     if variant.experts:
-        # Half as wide and twice as long: D 2048, F 768, T 4096.
-        size = replace(size, B=size.B * tp.dp, T=2 * size.T, D=size.D // 2, H=size.H // 2)
         options |= {"num_experts": 16 * tp.ep, "top_k": 8, "expert_size": 3 * size.D // 8, "products": variant.experts}
         options |= {"capacity": 1.25, "buffer": 2.0}
     options |= {"d_model": size.D, "num_heads": size.H, "num_layers": size.L, "seq_len": size.T, "dtype": size.dtype}

@@ -196,6 +196,7 @@ def overlap_table(report: dict[str, Any]) -> list[str]:
     cells = {(c["variant"], c["program"], c["cublas"]): c for c in report["cases"]}
     size, cp = report["size"], report.get("cp", 1)
     shards = f"tp {report['tp']}, cp {cp}" if "cp" in report else f"{report['tp']} shards, of time for a ring"
+    shards = report.get("mesh", shards)
     lines = [
         "Collectives with a matrix product between start and done, in code that XLA scheduled for "
         f"{report['device']} ({shards}; hidden {size['D']}, {size['L']} layers, sequence "

@@ -62,6 +62,19 @@ def test_braid_of_every_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert best["makespan"] <= min(row["makespan"] for row in rows.values() if row.get("chunks") == 2) + 1e-9
 
 
+def test_best_weighs_the_collectives_of_a_cost_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without ``--braid``: families that braid are asked with what the profile says, and win."""
+    costs, path = CostProfile.uniform(4, chunks=2, tp_comm=(0.8, 1.2), tp_collectives=8), str(tmp_path / "costs.json")
+    write_costs(costs, Path(path))
+    best = run_json(capsys, "best", *SIZES, "--costs", path)
+    rows = {
+        name: simulate(generate(name, 2, 6, costs=costs), costs).makespan for name in ("combined-1f1b", "dualpipe-v")
+    }
+    assert best["makespan"] <= min(rows.values())
+    assert best["makespan"] < simulate(generate("v-zb", 2, 6, costs=costs), costs).makespan * 0.9
+    assert sum(best["tp_exposed_s"]) > 0
+
+
 def test_solve_braids_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("solve", *SIZES, *TP, "--placement", "v", "--time-limit", "1", "--no-cache", "--workers", "1")
     plain, braided = run_json(capsys, *argv), run_json(capsys, *argv, "--braid")

@@ -102,6 +102,23 @@ def test_stp_gains_with_context_and_data_parallelism(tables: ModuleType, saved: 
         assert all(x["ours"] > 0 and abs(x["difference"]) <= 3 for x in row["gain"]), row
 
 
+def test_exchanges_hide_as_recorded(tables: ModuleType, saved: dict[str, Any]) -> None:
+    """Small columns again; of the saved ones combined 1F1B is the shortest, and DualPipe-V as short as its pairs allow."""
+    (row,) = tables.hidden_exchanges(True)
+    makespans = {(c["family"], c["chunks"], c["braid"]): c["makespan"] for c in row["cells"]}
+    assert makespans["combined-1f1b", 4, False] < makespans["stp-memory", 2, False] < makespans["dualpipe-v", 2, False]
+    assert makespans["dualpipe-v", 2, False] < makespans["1f1b", 1, False] < makespans["v-zb", 2, False]
+    assert makespans["interleaved-1f1b", 2, True] <= makespans["combined-1f1b", 2, False] + 1e-9
+    most = {0.5: (112.5, 105.25), 1.0: (122.0, 109.25), 2.0: (172.4375, 154.21875)}
+    for cells in (r for r in saved["tables"]["hidden exchanges"] if r["ranks"] == 8):
+        by_family = {(c["family"], c["chunks"]): c["makespan"] for c in cells["cells"]}
+        dualpipe, combined = most[cells["comm"]]
+        assert by_family["dualpipe-v", 2] <= dualpipe
+        assert by_family["combined-1f1b", 4] <= combined
+    (recorded,) = tables.hidden_exchanges_recorded(True)
+    assert abs(recorded["gain"]["difference"]) < 0.1
+
+
 def test_new_tables_are_named(
     tables: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,10 @@ other.
 The published order puts off r weight gradients on rank r. That makes it shorter than what keeps to 3p + 1 chunks (p = 8,
 m = 32, F = B = W = 1: 199 against 205), and holds 4p - 1 on the last rank. Allowed as much, ``stp`` is no longer than that.
 
+Where the lane of collectives is what a slot waits for, forwards ahead only add to it, and ``stp`` is ``stp-memory`` whatever
+the limit: with collectives of 2 F (p = 8, m = 32) the shortest of 96 shapes takes 176.8, with one ahead at a peak of 9; with
+all p ahead 179.6.
+
 Not modelled: transfers between ranks that compute waits for, as in the authors' runtime (section 5.2); here they overlap it.
 
 The rows are made phase by phase. Source: `stp.txt` section 4.2, Figure 5 and appendix A (Figure 11), and the counts of the

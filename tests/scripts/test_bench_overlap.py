@@ -113,6 +113,11 @@ def test_results_in_the_repository() -> None:
         assert all(exposed_s[v, "F+BW woven"] < exposed_s[v, "F+BW"] / 2 for v, _ in exposed_s)
     ring = json.loads(path.with_stem("overlap-ring-h100").read_text(encoding="utf-8"))
     assert {case["covered"] - case["collectives"] for case in ring["cases"]} == {0}
+    experts = json.loads(path.with_stem("overlap-experts-h100").read_text(encoding="utf-8"))["cases"]
+    assert {(c["covered"], c["collectives"]) for c in experts if "+" in c["program"] and "woven" in c["program"]} == {
+        (8, 8)
+    }
+    assert {(c["covered"], c["collectives"]) for c in experts if c["program"] == "BW woven"} == {(4, 4)}
     for case in report["cases"]:
         if case["program"] == "F+BW woven":
             gathers_first = "sequence" in case["variant"]  # F and B both begin with one

@@ -431,6 +431,10 @@ def _dense_layers_of(keys: Keys) -> list[int]:
 
 def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
     c = _built(options)
+    if c.balance == "batch":
+        raise ConfigError(
+            "MoE: balance=batch keeps fractions of choices, which no folder of the hub has; use sequence or none"
+        )
     is_mixtral = _kind_of(c) == "mixtral"
 
     def mlp(i: int, layer: str) -> Iterator[Tensor]:

@@ -30,16 +30,7 @@ from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Any, BinaryIO
 
-from jaxpipe.errors import (
-    INTERRUPTED,
-    LOST,
-    STOPPED,
-    CheckpointError,
-    ConfigError,
-    JudgedError,
-    NotFiniteError,
-    RunError,
-)
+from jaxpipe.errors import EXIT_CODES, INTERRUPTED, LOST, READER_GONE, STOPPED, ConfigError, RunError
 from jaxpipe.files import check_one_line
 from jaxpipe.runtime.processes import grid_columns
 from jaxpipe.train.config import TrainConfig
@@ -230,10 +221,7 @@ def _write(line: bytes) -> None:
 
 _PORT = 61440
 _SAVE_S = 120
-_FINAL = (
-    *(error.exit_code for error in (ConfigError, CheckpointError, NotFiniteError, JudgedError)),
-    INTERRUPTED,
-)
+_FINAL = tuple(code for code in EXIT_CODES if code not in (0, *RESTARTABLE, STOPPED, READER_GONE))
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _OPTION = re.compile(r"(--)?([A-Za-z][\w-]*)(=.*)?", re.ASCII | re.DOTALL)
 _CLAIM = re.compile(r"([a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?):(/[^:]*)", re.DOTALL)

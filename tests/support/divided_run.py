@@ -68,9 +68,12 @@ def steps(
     from models.moe import MoE
 
     sizes: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "num_layers": layers, "num_heads": 2, "seq_len": 8}
-    model = (
-        MoE(**sizes, num_experts=4, expert_size=8, dropout=dropout) if ep else GPT(**sizes, tied=tied, dropout=dropout)
-    )
+    if ep:
+        # The bias and the fractions follow from the counts of a step, after it.
+        balance = {"balance": "batch", "router_bias": True, "bias_rate": 1e-3}
+        model = MoE(**sizes, num_experts=4, expert_size=8, dropout=dropout, **balance)
+    else:
+        model = GPT(**sizes, tied=tied, dropout=dropout)
     mesh = RankMesh(dp=dp, ep=ep or 1, cp=cp, tp=tp, cp_method="ring", sequence=ep > 0 and tp > 1)
     processes.arrange(ranks, mesh, columns)
     pipe = Pipeline.build(
@@ -118,6 +121,8 @@ def steps(
     for to in filter(None, (folder, saved and f"{saved}/{processes.number}")):
         trainer.save(state, to)
     digests = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
+    digests |= {name: float(value).hex() for name, value in metrics.metrics.items()}
+    digests["sums"] = str(jax.tree.map(np.ndarray.tolist, metrics.sums))
     digests["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
     digests["costs"] = json.dumps(to_costs(step.pipeline.costs))
     if columns:

@@ -14,6 +14,7 @@ stage needs few collectives.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -574,27 +575,29 @@ class Assembly:
         count = len(next(iter(batch.values())))
         if count % span:
             raise ProgramError(f"the loss takes {span} microbatches at once; {count} are no multiple of that")
-        data = self.placed_data(params, batch, count)
-        for start in range(0, count, span):
-            results_of: dict[tuple[int, int, Port], jax.Array] = {}
-            for s, function in enumerate(functions):
-                at = self.primary(s)
-                f = self.functions[at]
-                wide = min(f.links.span, span)
-                for first in range(0, span, wide):
-                    members = range(first, first + wide)
-                    x = self._entering(
-                        s, [(t, k, Port("y", leaf)) for k in members for t, leaf in f.x_from], results_of
-                    )
-                    if at not in self._own_functions:
-                        continue
-                    read = [array for k in members for array in data[at][start + k]] if at in data else []
-                    arguments = {"param": params[at], "x": x, "data": read}
-                    results = function.call(*(arguments[port.kind][port.index] for port in function.inputs))
-                    results_of |= {
-                        (s, first, port): result for port, result in zip(function.outputs, results, strict=True)
-                    }
-            yield results_of
+        data, groups, depth = self.placed_data(params, batch, count), count // span, len(functions)
+        results_of_group: dict[int, dict[tuple[int, int, Port], jax.Array]] = {}
+        last_reader = {source: s for s in range(depth) for source in self.functions[self.primary(s)].x_from}
+        # Stage s of a group in turn with the stage before it of the next group, as in a pipeline: a device runs what it is
+        # given in that order, and one with two stages would else wait for a whole pass before it begins the next.
+        for group, s in sorted(itertools.product(range(groups), range(depth)), key=lambda at: (sum(at), at)):
+            results_of, at = results_of_group.setdefault(group, {}), self.primary(s)
+            f, function = self.functions[at], functions[s]
+            wide = min(f.links.span, span)
+            for first in range(0, span, wide):
+                members = range(first, first + wide)
+                x = self._entering(s, [(t, k, Port("y", leaf)) for k in members for t, leaf in f.x_from], results_of)
+                if at not in self._own_functions:
+                    continue
+                read = [array for k in members for array in data[at][group * span + k]] if at in data else []
+                arguments = {"param": params[at], "x": x, "data": read}
+                results = function.call(*(arguments[port.kind][port.index] for port in function.inputs))
+                results_of |= {(s, first, port): result for port, result in zip(function.outputs, results, strict=True)}
+            for k, source in itertools.product(range(span), f.x_from):
+                if last_reader[source] == s:
+                    results_of.pop((source[0], k, Port("y", source[1])), None)
+            if s == depth - 1:
+                yield results_of_group.pop(group)
 
     def _entering(
         self,

@@ -328,8 +328,8 @@ def _expert_shards(c: MoEConfig, tp: RankMesh) -> Mapping[Path, Shard]:
         )
     if c.num_experts % shards:
         raise ConfigError(
-            f"MoE: num_experts is {c.num_experts}, which does not divide over ep {tp.ep} × tp {tp.tp}; use "
-            f"{divisors(c.num_experts)} devices, or make num_experts a multiple of {shards}"
+            f"MoE: num_experts is {c.num_experts}, which does not divide over ep {tp.ep} × tp {tp.tp}; use ep × tp of "
+            f"{divisors(c.num_experts)}, or make num_experts a multiple of {shards}"
         )
     of_stream = [("router",)] + [("router_bias",)] * c.router_bias + [("shared_gate",)] * c.shared_gate
     of_stream += [("router_fractions",)] * (c.balance == "batch")

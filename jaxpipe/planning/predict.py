@@ -28,13 +28,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from jaxpipe.axes import BUFFER_AXES, DATA, ROWS, BufferKind
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.cost.profile import Exchange, StageSizes, cost_profile
 from jaxpipe.cost.seconds import LEAST_S, ops_of
 from jaxpipe.planning.roofline import Efficiency, Work
-from jaxpipe.planning.stages import ExpertRows, PlannedStage, StageCosts, planner
+from jaxpipe.planning.stages import PlannedStage, StageCosts, planner
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, HostLink, Link, MemoryCurve, Placement, Schedule, Timeline, op_spec
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
@@ -46,6 +47,7 @@ from jaxpipe.schedule.simulate import runnable, simulate_graph
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.identity import ById
 from jaxpipe.stage.jaxprs import PEERS, row_of
+from jaxpipe.stage.model.params import routed_flops
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.weave.units import UnitCosts
 from jaxpipe.train.assemble import Planner, choose, planned_order
@@ -95,6 +97,33 @@ def planned_costs(
         source=f"roofline of {target.name}, {efficiency.matmul_of(target):g} of peak, "
         f"{efficiency.bandwidth:g} of memory bandwidth",
     )
+
+
+class ExpertRows(NamedTuple):
+    """The rows that a device receives for its experts, a layer and microbatch: each position goes to ``top_k`` of
+    ``num_experts``. ``mean``: of all devices; ``worst``: if every position wants as many of one device's experts as it may;
+    ``room``: the rows of buffers, in means. ``is_ragged``: products leave out the empty ones."""
+
+    num_experts: int
+    top_k: int
+    mean: float
+    worst: float
+    row_bytes: int
+    room: float
+    is_ragged: bool
+
+
+def expert_rows(stage_costs: StageCosts, stages: Sequence[PlannedStage], config: TrainConfig) -> ExpertRows | None:
+    """Return the rows that these stages' experts get in a run of ``config``; None without experts."""
+    mesh, received = config.pipeline.mesh, list[ExpertRows]()
+    positions, parts = config.microbatch_size * config.data.seq_len / mesh.num_devices, mesh.parts("experts")
+    room = sum(s.work["F"].expert_flops for s in stages) / max(positions * routed_flops(stage_costs.experts), 1)
+    for leaf, k in stage_costs.experts:
+        count, width, *_ = leaf.shape
+        worst = parts * positions * min(k, count // parts)
+        row_bytes, is_ragged = width * leaf.dtype.itemsize, any(s.is_ragged for s in stages)
+        received.append(ExpertRows(count, k, positions * k, worst, row_bytes, room, is_ragged))
+    return max(received, key=lambda rows: rows.worst, default=None)
 
 
 def host_link(target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> HostLink:
@@ -305,7 +334,7 @@ def price_plan(
     pipe, size = config.pipeline, config.microbatch_size // config.pipeline.dp
     stages = stage_costs.stages(plan.cut, pipe.recompute, size, pipe.offload.fraction)
     stages = stage_costs.compiled(stages, ops if compile_stages else ())
-    experts = stage_costs.expert_rows(stages, config)
+    experts = expert_rows(stage_costs, stages, config)
     costs = planned_costs(stages, pipe, stage_costs.target, stage_costs.efficiency, limit_bytes, experts)
     if _keeps_old_params(config):
         twice = [n + s.sizes.acc_bytes for n, s in zip(costs.optimizer_bytes, stages, strict=True)]

@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.planning.predict import Prediction
+from jaxpipe.planning.predict import ExpertRows, Prediction
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.space import Space, Suggestion, Suggestions, TuneResult, TuneTrial, shown
-from jaxpipe.planning.stages import ExpertRows, StageCosts
+from jaxpipe.planning.stages import StageCosts
 from jaxpipe.planning.targets import target_json
 from jaxpipe.text import aligned, format_bytes, format_seconds, mfu_text
 

@@ -13,9 +13,9 @@ machine's CPU. A stage of more than three equal layers is compiled with one and 
 taken to grow linearly (with unrolled layers it mostly stays). Autotuning is off, since it would have to run kernels: real
 runs may choose algorithms with other workspace.
 
-*Other sizes* (:func:`resized`). A trace with :data:`PROBE` sequences, a prime, shows of each axis of each array whether
-sequences lie along it: its length is a multiple of the prime then. So one trace gives the shapes, and with them bytes and
-operations, for any number of sequences. Resized functions can be priced, not run.
+*Other sizes* (:func:`resized`). A trace with a prime number of sequences (:attr:`StageCosts.probe`) shows of each axis of
+each array whether sequences lie along it: its length is a multiple of the prime then. So one trace gives the shapes, and with
+them bytes and operations, for any number of sequences. Resized functions can be priced, not run.
 
 *Measured times* (:class:`Stopwatch`), kept in a file and reused (FlexPipe, section 3, "profiling"). They are keyed by what was
 run: the programs of F, B, W and BW, the devices and the version of JAX. Tensor-parallel collectives are subtracted, as the
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ from jaxpipe.stage.functions import StageFunction, StageFunctions, compiled_foot
 from jaxpipe.stage.identity import function_key
 from jaxpipe.stage.jaxprs import is_attention_kernel, is_exchange, is_ragged
 from jaxpipe.stage.model.layer import Layer, Model
-from jaxpipe.stage.model.params import ParamAval, compute_avals, expert_leaves, routed_flops
+from jaxpipe.stage.model.params import ParamAval, compute_avals, expert_leaves
 from jaxpipe.stage.model.plan import Cut, StageLinks, links_of
 from jaxpipe.stage.model.vocabulary import VocabParallelModel
 from jaxpipe.stage.split.policies import per_stage
@@ -79,19 +80,20 @@ from jaxpipe.train.setup import build_model, with_mask
 from jaxpipe.train.update.optimizer import optimizer_of
 
 PROBE = 131071
-"""Sequences in the traced microbatch: a prime (2¹⁷ − 1), so that only axes along sequences are multiples of it."""
+"""Sequences in the traced microbatch, at most: a prime (2¹⁷ − 1), so that only axes along sequences are multiples of it."""
 
 
-def resized(stage: StageFunctions, size: int) -> tuple[StageFunctions, SizeView] | None:
-    """Resize a stage traced with :data:`PROBE` sequences to ``size``, and return it with a view of its equations.
+def resized(stage: StageFunctions, size: int, probe: int = PROBE) -> tuple[StageFunctions, SizeView] | None:
+    """Resize a stage traced with ``probe`` sequences to ``size``, and return it with a view of its equations.
 
     The resized functions keep only exchanges and attention kernels, and their inputs and outputs as traced. Returns None
-    where shapes are ambiguous: an axis is as long as no parameter's, neither short nor a multiple of :data:`PROBE`; an array
+    where shapes are ambiguous: an axis is as long as no parameter's, neither short nor a multiple of ``probe``; an array
     has sequences along several axes; or loops and branches run over sequences.
     """
     layout = stage.layout
     shapes = *(x.shape for x in layout.slots), *(x.shape for x in (*layout.buffers, *stage.acc_avals))
-    view = _ProbeView((n for shape in shapes for n in shape), size)
+    entering = (n for x in jax.tree.leaves(stage.x) for n in getattr(x, "shape", ()) if n % probe)
+    view = _ProbeView((*(n for shape in shapes for n in shape), *entering), size, probe)
     view.check_shapes(f.jaxpr.jaxpr for f in stage.functions.values())
     functions = {op: view.function(f) for op, f in stage.functions.items()}
     forward = functions["F"]
@@ -103,12 +105,12 @@ def resized(stage: StageFunctions, size: int) -> tuple[StageFunctions, SizeView]
 
 
 class _ProbeView(SizeView):
-    """Shows a stage traced with :data:`PROBE` sequences as if it had ``size`` of them. ``ambiguous``: some shape did not show
+    """Shows a stage traced with ``probe`` sequences as if it had ``size`` of them. ``ambiguous``: some shape did not show
     whether sequences lie along it. Functions of a stage share variables (residuals), so each variable is resized once."""
 
-    def __init__(self, dimensions: Iterable[int], size: int) -> None:
-        self.dimensions, self.size = frozenset(dimensions), size
-        self.ambiguous = any(n and n % PROBE == 0 for n in self.dimensions)
+    def __init__(self, dimensions: Iterable[int], size: int, probe: int = PROBE) -> None:
+        self.dimensions, self.size, self.probe = frozenset(dimensions), size, probe
+        self.ambiguous = any(n and n % probe == 0 for n in self.dimensions)
         self.variables: dict[Var, Var] = {}
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -120,7 +122,7 @@ class _ProbeView(SizeView):
         # a view shows equations of the outer body only: inside of loops and branches nothing may depend on the size
         inside = (n for eqn in eqns.values() for sub in sub_jaxprs(eqn) for n in _inside(sub))
         loops = (loop.length for loop in map(scan_parts, eqns.values()) if loop is not None)
-        self.ambiguous = self.ambiguous or any(n >= PROBE // 2 for n in (*inside, *loops))
+        self.ambiguous = self.ambiguous or any(n >= self.probe // 2 for n in (*inside, *loops))
 
     def function(self, function: StageFunction) -> StageFunction:
         body = function.jaxpr.jaxpr
@@ -148,15 +150,15 @@ class _ProbeView(SizeView):
         return jax.ShapeDtypeStruct(tuple(map(self._length, aval.shape)), aval.dtype, sharding=aval.sharding)
 
     def _length(self, n: int) -> int:
-        return n // PROBE * self.size if n % PROBE == 0 else n
+        return n // self.probe * self.size if n % self.probe == 0 else n
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of an array that has this one with :data:`PROBE` sequences."""
+        """Return the shape of an array that has this one with ``probe`` sequences."""
         if shape not in self.shapes:
-            # a long axis that is no parameter's and no multiple may hold sequences all the same (PROBE − 1 behind a shift)
-            along = [n for n in shape if n and n % PROBE == 0]
-            others_known = all(n in along or n < PROBE // 2 or n in self.dimensions for n in shape)
-            if len(along) > 1 or any(n % PROBE**2 == 0 for n in along) or not others_known:
+            # a long axis that is no parameter's and no multiple may hold sequences all the same (probe − 1 behind a shift)
+            along = [n for n in shape if n and n % self.probe == 0]
+            others_known = all(n in along or n < self.probe // 2 or n in self.dimensions for n in shape)
+            if len(along) > 1 or any(n % self.probe**2 == 0 for n in along) or not others_known:
                 self.ambiguous = True
             self.shapes[shape] = tuple(map(self._length, shape))
         return self.shapes[shape]
@@ -303,20 +305,6 @@ class PlannedStage:
         return {**{op: w.workspace_bytes for op, w in self.work.items()}, **self.temps}
 
 
-class ExpertRows(NamedTuple):
-    """The rows that a device receives for its experts, a layer and microbatch: each position goes to ``top_k`` of
-    ``num_experts``. ``mean``: of all devices; ``worst``: if every position wants as many of one device's experts as it may;
-    ``room``: the rows of buffers, in means. ``is_ragged``: products leave out the empty ones."""
-
-    num_experts: int
-    top_k: int
-    mean: float
-    worst: float
-    row_bytes: int
-    room: float
-    is_ragged: bool
-
-
 @dataclass(frozen=True, slots=True)
 class _Trace:
     """A traced stage, the kernels of each of its functions, and bytes of master parameters and optimizer state."""
@@ -352,6 +340,14 @@ class StageCosts:
     _keys_by_cut: dict[Hashable, list[StageKey]] = field(default_factory=dict)
     _increments: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
 
+    @cached_property
+    def probe(self) -> int:
+        """Return the sequences of a trace that tells all sizes: so many that numbers of choices of experts stay below 2³¹."""
+        positions = max(math.prod(a.shape) for a in self.model.batch_spec(1).values())
+        choices = max((k for _, k in self.experts), default=0) * positions * 3 // 2
+        most = max(2, min(PROBE, 2**31 // max(choices, 1)))
+        return next(n for n in range(most, 0, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+
     def is_for(self, pipe: PipelineConfig) -> bool:
         """Return whether these are costs of the shards of ``pipe``, and of vocabulary layers where it puts them."""
         same = pipe.mesh.one_replica.sizes == self.shards.sizes
@@ -384,18 +380,6 @@ class StageCosts:
         """Return the parameters that hold experts, with how many of these a position is sent to."""
         return expert_leaves(self.model.layers, self.avals)
 
-    def expert_rows(self, stages: Sequence[PlannedStage], config: TrainConfig) -> ExpertRows | None:
-        """Return the rows that these stages' experts get in a run of ``config``; None without experts."""
-        mesh, received = config.pipeline.mesh, list[ExpertRows]()
-        positions, parts = config.microbatch_size * config.data.seq_len / mesh.num_devices, mesh.parts("experts")
-        room = sum(s.work["F"].expert_flops for s in stages) / max(positions * routed_flops(self.experts), 1)
-        for leaf, k in self.experts:
-            count, width, *_ = leaf.shape
-            worst = parts * positions * min(k, count // parts)
-            row_bytes, is_ragged = width * leaf.dtype.itemsize, any(s.is_ragged for s in stages)
-            received.append(ExpertRows(count, k, positions * k, worst, row_bytes, room, is_ragged))
-        return max(received, key=lambda rows: rows.worst, default=None)
-
     @cached_property
     def least_state_bytes(self) -> float:
         """Bytes of optimizer state for one parameter, in the layer that needs the fewest; 0 where no layer has parameters."""
@@ -423,8 +407,8 @@ class StageCosts:
             StageError: a stage can't be traced or split, or no such policy.
         """
         for traced in self._traced_sizes(size):
-            # a user's layer may refuse PROBE sequences, which says nothing of the sizes that run
-            with suppress(*[StageError] * (traced == PROBE)):
+            # a user's layer may refuse so many sequences, which says nothing of the sizes that run
+            with suppress(*[StageError] * (traced != size)):
                 if priced_stages := self._stages(cut, recompute, size, traced, offload_fraction):
                     return priced_stages
         return ()
@@ -432,7 +416,7 @@ class StageCosts:
     def _traced_sizes(self, size: int) -> tuple[int, ...]:
         """Return the numbers of sequences whose traces may tell what ``size`` of them cost, the one that needs fewer traces
         first."""
-        return (PROBE, size) if self.probes and self.seconds_of is None else (size,)
+        return (self.probe, size) if self.probes and self.seconds_of is None else (size,)
 
     def _stages(
         self, cut: Cut, recompute: str | Sequence[str], size: int, traced: int, offload_fraction: float
@@ -473,7 +457,7 @@ class StageCosts:
         stages_by_code, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._run_cut
         last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
         for traced in self._traced_sizes(size) if self.probes and self.seconds_of is None else ():
-            with suppress(*[StageError] * (traced == PROBE)):
+            with suppress(*[StageError] * (traced != size)):
                 for key in islice(self._stage_keys(cut, recompute, traced, 1.0), last + 1):
                     one, two = self._increment(key, 0, size) if _traced_lengths(key)[0] else (None, None)
                     if one is not None and two is not None:
@@ -568,7 +552,7 @@ class StageCosts:
     def _priced_at(self, key: StageKey, size: int) -> PlannedStage | None:
         """Price the stage of ``key`` with ``size`` sequences; None if it is a probe whose shapes are ambiguous."""
         trace = self._traced(key)
-        sized = (trace.functions, SizeView()) if key.size == size else resized(trace.functions, size)
+        sized = (trace.functions, SizeView()) if key.size == size else resized(trace.functions, size, key.size)
         if sized is None:
             return None
         functions = with_offload(sized[0], key.offload_fraction)

@@ -279,6 +279,21 @@ def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
     assert probe_view.shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not probe_view.ambiguous
 
 
+def test_one_trace_tells_of_experts_whose_choices_can_be_numbered() -> None:
+    """Of 4096 positions each 8 choices: more than 43,690 sequences have 2³¹ of 1.5 rows a choice."""
+    config = load_config(ROOT / "scripts" / "plans" / "qwen3-30b-a3b.toml", ["model.options.num_layers=1"])
+    quick, full = (
+        stage_costs_of(config, A800, Efficiency(), lambda text: None, probes=probes) for probes in (True, False)
+    )
+    assert quick.probe == 43_669
+    cut = planner(config, quick.model)(1).cut
+    (derived,), (real,) = (costs.stages(cut, "none", 2) for costs in (quick, full))
+    assert {kind[4] for kind in quick._traces_by_kind} == {quick.probe}
+    assert derived.sizes == real.sizes
+    assert derived.work["F"].expert_flops == real.work["F"].expert_flops > 0
+    assert derived.work["W"].seconds == pytest.approx(real.work["W"].seconds, rel=1e-9)
+
+
 def test_experts_are_tried_over_devices_that_share_rows() -> None:
     options = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "num_heads": 4, "expert_size": 64, "num_experts": 6}
     config = small().override(["model.target=models.moe:MoE", *(f"model.options.{k}={x}" for k, x in options.items())])

@@ -280,7 +280,7 @@ def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
 
 
 def test_one_trace_tells_of_experts_whose_choices_can_be_numbered() -> None:
-    """Of 4096 positions each 8 choices: more than 43,690 sequences have 2³¹ of 1.5 rows a choice."""
+    """More than 43,690 sequences of 4096 positions have 2³¹ rows, of 8 choices each and half as many again."""
     config = load_config(ROOT / "scripts" / "plans" / "qwen3-30b-a3b.toml", ["model.options.num_layers=1"])
     quick, full = (
         stage_costs_of(config, A800, Efficiency(), lambda text: None, probes=probes) for probes in (True, False)

@@ -225,10 +225,13 @@ def _loaded_once() -> Iterator[None]:
 
                 load = compilation_cache.get_executable_and_time
 
-                def load_once(key: str, options: Any, backend: Any, devices: Any) -> Any:
+                # JAX 0.12 adds the host's callbacks of this very program, if it has some.
+                def load_once(key: str, options: Any, backend: Any, devices: Any, *callbacks: Any) -> Any:
                     at = key, tuple(device.id for device in devices)
-                    if at not in _loaded:
-                        cached = load(key, options, backend, devices)
+                    if at not in _loaded or any(callbacks):
+                        cached = load(key, options, backend, devices, *callbacks)
+                        if any(callbacks):
+                            return cached
                         if cached[0] is None:
                             return cached
                         _loaded[at] = cached

@@ -16,11 +16,11 @@ import optax
 import pytest
 
 from jaxpipe.axes import RankMesh
-from jaxpipe.errors import JudgedError
+from jaxpipe.errors import JudgedError, StageError
 from jaxpipe.experts import Choice, route, sequence_balance
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule, bidirectional, generate
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, With
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, With, with_leaf_rules
 from jaxpipe.stage.model.reference import apply_model, init_params, last_readers, run_layers
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import read_metrics
@@ -171,6 +171,8 @@ def test_a_step_is_that_of_the_whole_batch(case: str, params: dict[str, Params],
             else:
                 expected = leaf - gradient[name][key]
             np.testing.assert_allclose(updated[name][key], expected, atol=1e-14)
+    again = step.by_layer(step.init(updated))[0]
+    assert_same_arrays([again[name] for name in returned], [updated[name] for name in returned])
     # An evaluation knows nothing of it, and chooses by the new bias.
     whole: Any = {n: a.reshape(-1, T) for n, a in batch_for(case).items()}
     total, weight = apply_model(model(), updated, whole, train=False)
@@ -248,6 +250,18 @@ def test_balance_by_counts_follows_from_the_whole_batch_on_a_mesh(x64: None) -> 
             np.testing.assert_array_equal(after[name]["router_fractions"], np.float32(load) / np.float32(load.sum()))
             bias = before[name]["router_bias"] + 1e-4 * np.sign(load.mean() - load)
             np.testing.assert_allclose(after[name]["router_bias"], bias - bias.mean(), rtol=1e-12)
+
+
+def test_rules_of_a_trainer_leave_what_a_step_changes(x64: None) -> None:
+    ruled = with_leaf_rules(
+        model(), trainable=lambda layer, path: layer != "embed", float32=lambda layer, path: path == ("out",)
+    )
+    gates = ruled.layers[1]
+    assert gates.trains(("out",)) and not gates.trains(("bias",)) and gates.stays_float32(("bias",))
+    wrong = replace(model(), layers=tuple(replace(layer, trainable=None) for layer in model().layers))
+    pipe = Pipeline.build(wrong, generate("1f1b", 1, 1), microbatch_size=ROWS, compute_dtype=jnp.float64)
+    with pytest.raises(StageError, match=r"after_step of layer 'gates0' changes bias.* not trained.* float64"):
+        TrainStep(pipe, optax.sgd(1.0))
 
 
 def test_a_run_tells_the_load_of_experts_and_ends_where_they_may_drop_nothing(tmp_path: Path) -> None:

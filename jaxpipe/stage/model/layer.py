@@ -133,7 +133,7 @@ class Layer:
     microbatches. Logs have the model's loss alone, and Σ sum / Σ weight as a metric of that name, without the factor.
 
     ``after_step(leaves, sums) -> leaves``: new values of leaves that are not trained, after each step that changes parameters;
-    it is traced. ``leaves``: those of the layer, by path; ``sums``: :attr:`With.sums` and ``peaks`` of the layer over the step.
+    it is traced. ``leaves``: those that it returns; ``sums``: :attr:`With.sums` and ``peaks`` of the layer over the step.
     Leaves that it returns are whole on each device, and in the dtype of masters (:attr:`float32`).
     ``judge(sums) -> str``: on the host, after each step of a run: a text ends the run (exit code 7), "" goes on.
 
@@ -324,6 +324,7 @@ class _OneOf:
 
 def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32: LeafRule | None = None) -> Model:
     """Set :attr:`Layer.trainable` and :attr:`Layer.float32` of a model's layers by these rules; None leaves them as they are.
+    Of a layer with :attr:`Layer.after_step`, leaves that it does not train stay so, and float32 where they are.
 
     Raises:
         StageError: ``trainable`` picks no leaf or every leaf, or ``float32`` picks none: then it says nothing.
@@ -349,6 +350,12 @@ def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32:
         rules["trainable"] = picked("trainable", trainable, len(leaves) - 1)
     if float32 is not None:
         rules["float32"] = picked("float32", float32, len(leaves))
+    for layer in model.layers if rules else ():
+        own = {p for p in paths[layer.name] if layer.after_step is not None and not layer.trains(p)}
+        wide = {p for p in own if layer.stays_float32(p)}
+        for what, leaf_rules in rules.items():
+            chosen = leaf_rules[layer.name].paths
+            leaf_rules[layer.name] = _OneOf(chosen - own if what == "trainable" else chosen | wide)
     layers = [replace(layer, **{k: v[layer.name] for k, v in rules.items()}) for layer in model.layers]  # type: ignore[arg-type]
     return replace(model, layers=tuple(layers))
 

@@ -319,23 +319,33 @@ class UntrainedLeaves:
     ``buffers``: those that hold them.
 
     Raises:
-        StageError: such a leaf is divided, in a narrower dtype than masters, or another layer's too.
+        StageError: such a leaf is trained, divided, in a narrower dtype than masters, or another layer's too; or there is none.
     """
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         self._layout, self._reported = pipeline.layout(stage), pipeline.reported
         self._layers = {x.name: x.after_step for x in pipeline.layers(stage) if x.after_step is not None}
-        layout = self._layout
-        self._slots = [slot for slot in layout.slots if slot.layer in self._layers and not layout.trains(slot)]
-        self.buffers = sorted({slot.buffer for slot in self._slots})
-        tied = {(owner, *path) for layer in pipeline.model.layers for owner, path in layer.tied.values()}
-        for slot in self._slots:
-            narrow = jnp.issubdtype(slot.dtype, jnp.inexact) and slot.dtype != pipeline.master_dtype
-            if slot.axis is not None or narrow or (slot.layer, *slot.path) in tied:
-                raise StageError(
-                    f"after_step of layer {slot.layer!r} changes {'/'.join(slot.path)} ({slot.dtype}); such a leaf is whole on "
-                    f"each device, tied to none, and {np.dtype(pipeline.master_dtype)} (Layer.float32)"
-                )
+        layout, functions = self._layout, pipeline.stages[stage]
+        slot_of = {(slot.layer, slot.path): slot for slot in layout.slots}
+        outputs = zip(functions.functions["F"].outputs, functions.functions["F"].avals_out, strict=True)
+        dtypes = {port.index: aval.dtype for port, aval in outputs if port.kind == "loss"}
+        tied = {(owner, tuple(path)) for layer in pipeline.model.layers for owner, path in layer.tied.values()}
+        leaves = by_layer(layout.layers, ((x, jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in slot_of.values()))
+        buffers = set()
+        for k, name in enumerate(layout.layers):
+            sides = [side for side in functions.sides if side.layer == k and side.kind != "loss"]
+            sums = {side.name: jax.ShapeDtypeStruct(side.shape, dtypes[side.port]) for side in sides}
+            returned = by_path(jax.eval_shape(self._layers[name], leaves[name], sums)) if name in self._layers else {}
+            for path in returned:
+                slot = slot_of.get((name, path))
+                narrow = slot and jnp.issubdtype(slot.dtype, jnp.inexact) and slot.dtype != pipeline.master_dtype
+                if slot is None or slot.axis is not None or layout.trains(slot) or narrow or (name, path) in tied:
+                    raise StageError(
+                        f"after_step of layer {name!r} changes {'/'.join(path)}; want a leaf that is not trained, whole on "
+                        f"each device, tied to none, and {np.dtype(pipeline.master_dtype)} (Layer.float32)"
+                    )
+                buffers.add(slot.buffer)
+        self.buffers = sorted(buffers)
         self._jitted = jax.jit(self._changed)
 
     def of(self, buffers: Buffers) -> Buffers:

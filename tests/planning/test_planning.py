@@ -78,7 +78,8 @@ def stage_costs_for(config: TrainConfig, target: Target = H100, **options: Any) 
     if options:
         return stage_costs_of(config, target, Efficiency(), silent, **options)
     sequence = config.pipeline.sharding.sequence_parallel
-    pipe = PipelineConfig(tp=config.pipeline.tp, sharding=ShardingConfig(sequence_parallel=sequence))
+    tp, ep = config.pipeline.tp, config.pipeline.ep
+    pipe = PipelineConfig(tp=tp, dp=ep, ep=ep, sharding=ShardingConfig(sequence_parallel=sequence))
     return _shared_stage_costs(replace(config, pipeline=pipe).to_json(), target.name)
 
 
@@ -545,18 +546,24 @@ def test_adjacent_actions_are_braided_where_it_pays() -> None:
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("v-half", 2), ("po-f", 2)])
-def test_memory_is_what_the_programs_hold(schedule: str, chunks: int) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(small(schedule=name, chunks=n) for name, n in (("1f1b", 1), ("zb-h1", 1), ("v-half", 2), ("po-f", 2))),
+        mixture(dp=4, ep=2),
+    ],
+)
+def test_memory_is_what_the_programs_hold(config: TrainConfig) -> None:
     """The account of the lowered programs walks what the runtime executes; a plan knows the schedule and shapes only."""
-    config = small(schedule=schedule, chunks=chunks)
     p = prediction_of(config)
     stage_costs = stage_costs_for(config)
     pipeline = Pipeline.build(
         stage_costs.model,
         p.schedule,
-        microbatch_size=2,
+        microbatch_size=config.microbatch_size,
         boundaries=planner(config, stage_costs.model)(p.schedule.num_stages).cut,
         costs=p.costs,
+        tp=config.pipeline.mesh,
     )
     report = pipeline.memory_report(workspace=False, timeline=pipeline.predicted_timeline())
     for planned, exact in zip(p.memory, report.ranks, strict=True):

@@ -38,7 +38,7 @@ from jaxpipe.stage.model.reference import ours
 from jaxpipe.train.checkpoints import contents, folders, which_model
 from jaxpipe.train.checkpoints.contents import Manifest
 from jaxpipe.train.checkpoints.exchange import exchange, share_of_reading
-from jaxpipe.train.checkpoints.leaves import Leaf, Snapshot, build_trees, list_differences
+from jaxpipe.train.checkpoints.leaves import Leaf, Snapshot, list_differences
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.documents import BadRecordError, in_groups
 from jaxpipe.train.corpora.encoding import ChatTemplate, ends_of, find_template
@@ -340,21 +340,15 @@ class _LayerReader:
     """The layers of a checkpoint, the last one that was asked for in memory."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._leaves = folder, manifest.leaves["params"]
+        self._folder, self._manifest = folder, manifest
         self._name, self._params = "", dict[str, Any]()
 
     def tensor(self, row: Tensor) -> Any:
         if row.layer != self._name:
             self._params = {}  # before the next is read
-            self._name, self._params = row.layer, self._read(row.layer)
+            trees = folders.load_group(self._folder, "params", self._manifest, None, None, [row.layer])
+            self._name, self._params = row.layer, trees[row.layer]
         return row.to_theirs(get_leaf(self._params, row.path))
-
-    def _read(self, layer: str) -> Params:
-        leaves = [leaf for leaf in self._leaves if leaf.layer == layer]
-        others = [leaf for leaf in self._leaves if leaf.layer != layer]
-        arrays = contents.read_arrays(self._folder, "params", leaves, others)
-        params: Params = build_trees([layer], leaves, arrays)[layer]
-        return params
 
 
 def _write_tokenizer(folder: Path, manifest: Manifest, trained: Trained, to: Path, positions: int) -> Mapping[str, Any]:

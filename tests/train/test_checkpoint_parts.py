@@ -136,9 +136,9 @@ def test_any_number_of_processes_reads_some_layers_each(saved: Path, tmp_path: P
 def test_layers_that_are_not_asked_for_are_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_part, layers_read = contents._read_part, dict[str, Any]()
 
-    def read(folder: Path, name: str, pieces: Any, whole: bool) -> Any:
+    def read(folder: Path, name: str, pieces: Any, sums: Any, whole: bool) -> Any:
         layers_read[name] = [*dict.fromkeys(leaf.layer for leaf, _ in pieces)]
-        return read_part(folder, name, pieces, whole=whole)
+        return read_part(folder, name, pieces, sums, whole=whole)
 
     monkeypatch.setattr(contents, "_read_part", read)
     CheckpointStore(saved).load(20, layers=["head"])
@@ -374,9 +374,9 @@ with CheckpointStore(sys.argv[1], keep_last=2, processes=processes) as store:
     store.wait()
     assert store.latest_intact().step == last
     read_part, parts = contents._read_part, set()
-    def read(folder, name, pieces, whole):
+    def read(folder, name, pieces, sums, whole):
         parts.add(name.split("/")[0])
-        return read_part(folder, name, pieces, whole=whole)
+        return read_part(folder, name, pieces, sums, whole=whole)
     contents._read_part = read
     layers = [str(1 - mine)] if processes.columns == 1 else None
     values = {layer: np.unique(array).tolist() for layer, array in store.load(layers=layers).params.items()}

@@ -39,7 +39,7 @@ import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError
-from jaxpipe.train.checkpoints.leaves import Leaf, Piece, Ranges, Snapshot, dtype_of
+from jaxpipe.train.checkpoints.leaves import Leaf, LeafKey, Piece, Ranges, Snapshot, dtype_of
 from jaxpipe.train.checkpoints.orbax_trees import read_tree, stored_values, write_tree
 
 FORMATS = (1, 2, 3)
@@ -362,12 +362,6 @@ def _manifest_bytes(folder: Path) -> bytes:
     return data
 
 
-def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], others: Sequence[Leaf] = ()) -> list[np.ndarray]:
-    """Return the arrays of leaves of one group; arguments and errors as of :func:`read_pieces`."""
-    pieces = read_pieces(folder, group, leaves, others=others)
-    return [leaf.assembled(arrays) for leaf, arrays in zip(leaves, pieces, strict=True)]
-
-
 _Stored = tuple[Leaf, Piece]
 
 
@@ -392,12 +386,16 @@ def read_pieces(
             if parts is None or piece.part in parts:
                 pieces_of.setdefault(piece.part, []).append((leaf, piece))
     shared = {piece.part for leaf in others for piece in leaf.pieces}
-    arrays: dict[_Stored, np.ndarray] = {}
+    sums_of: dict[str, dict[str, str]] = {}
+    for file, digest in _read_sums(folder).items():
+        sums_of.setdefault(_place(file), {})[file] = digest
+    arrays: dict[tuple[LeafKey, Piece], np.ndarray] = {}
     for part, pieces in pieces_of.items():
-        read = _read_part(folder, name_of(part, group), pieces, whole=part not in shared)
-        arrays |= zip(pieces, read, strict=True)
+        name = name_of(part, group)
+        read = _read_part(folder, name, pieces, sums_of.get(name, {}), whole=part not in shared)
+        arrays |= zip([(leaf.key, piece) for leaf, piece in pieces], read, strict=True)
     return [
-        [arrays.get((leaf, x)) if leaf.size else np.zeros(leaf.shape, leaf.numpy_dtype) for x in leaf.pieces]
+        [arrays.get((leaf.key, x)) if leaf.size else np.zeros(leaf.shape, leaf.numpy_dtype) for x in leaf.pieces]
         for leaf in leaves
     ]
 
@@ -406,9 +404,11 @@ _SMALL = 2**20
 """Files up to so many bytes are compared before anything in them is decoded."""
 
 
-def _read_part(folder: Path, name: str, pieces: Sequence[_Stored], *, whole: bool) -> list[np.ndarray]:
-    """Return the arrays of ``pieces``, which lie in the folder ``name``. ``whole``: they are all that is there."""
-    sums = {file_name: digest for file_name, digest in _read_sums(folder).items() if _place(file_name) == name}
+def _read_part(
+    folder: Path, name: str, pieces: Sequence[_Stored], sums: Mapping[str, str], *, whole: bool
+) -> list[np.ndarray]:
+    """Return the arrays of ``pieces``, which lie in the folder ``name``; ``sums``: checksums of its files. ``whole``: they are
+    all that is there."""
     large = _compare(folder, sums, _SMALL)
     values = _from_orbax(folder, name, stored_values)
     arrays: list[np.ndarray] = []

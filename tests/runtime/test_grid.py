@@ -186,7 +186,8 @@ def test_collectives_in_two_orders_hang_and_are_named(
 
 @pytest.mark.soak
 def test_steps_that_begin_early_on_a_grid_have_the_bits_of_one_process() -> None:
-    assert_same_bits(in_columns([{**case, "ahead": True} for case in (ZERO, PLAIN, V_SHAPED)], 2), 2, 4)
+    cases = [{**case, "ahead": True} for case in (ZERO, PLAIN, V_SHAPED, EXPERTS)]
+    assert_same_bits(in_columns(cases, 2), 2, 4)
 
 
 def test_grids_are_as_wide_as_they_must_be_or_as_asked() -> None:

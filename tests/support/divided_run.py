@@ -88,7 +88,7 @@ def steps(
         processes=processes,
         transport=transport,
     )
-    clip_norm, count = (0.68, STEPS + 3) if ahead else (0.5, STEPS)
+    clip_norm, count = (0.73 if ep else 0.68, STEPS + 3) if ahead else (0.5, STEPS)
     mode = "on" if ahead and processes.number > 1 else "off"
     step = TrainStep(pipe, optax.adamw(1e-2), clip_norm=clip_norm, zero1=zero1, post_validation=mode)
     step.post_validation.steps_to_compare = 0
@@ -120,9 +120,9 @@ def steps(
             raise AssertionError("other processes have ranks that it reads")
     for to in filter(None, (folder, saved and f"{saved}/{processes.number}")):
         trainer.save(state, to)
-    digests = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
-    digests |= {name: float(value).hex() for name, value in metrics.metrics.items()}
-    digests["sums"] = str(jax.tree.map(np.ndarray.tolist, metrics.sums))
+    reported = [float(value).hex() for value in (metrics.loss, *metrics.metrics.values())]
+    sums = str(jax.tree.map(np.ndarray.tolist, metrics.sums)) if metrics.sums else ""
+    digests = {"mean loss": " ".join(reported) + sums, "norm": float(metrics.grad_norm).hex()}
     digests["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
     digests["costs"] = json.dumps(to_costs(step.pipeline.costs))
     if columns:

@@ -289,7 +289,7 @@ def test_submeshes_take_consecutive_devices() -> None:
     meshes = pipeline_submeshes(2, RankMesh(dp=2, tp=2))
     ids = [[d.id for d in m.devices.flat] for m in meshes]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert meshes[0].axis_names == ("dp", "cp", "tp") and meshes[0].devices.shape == (2, 1, 2)
+    assert meshes[0].axis_names == ("dp", "ep", "cp", "tp") and meshes[0].devices.shape == (2, 1, 1, 2)
     with pytest.raises(ConfigError, match=r"16 devices.*8"):
         pipeline_submeshes(4, RankMesh(dp=2, tp=2))
     with pytest.raises(ConfigError, match="dp is 0"):

@@ -2,6 +2,10 @@
 host's time to send and to receive between two of them and within one. Prints one JSON object.
 
     python scripts/bench_processes.py > scripts/results/processes.json      # the quick start's model, 4 ranks, 4 processes
+    python scripts/bench_processes.py --ranks 2 --processes 2 --columns 2 --schedule v-zb
+
+With ``--columns`` instead: one group of processes, in so many columns, with dp as large, whose gradients are reduced in the
+pipeline and after it, in turns; and what of the reductions of a recorded step lay under compute of their rank.
 
 Both are there the whole time and take turns (A B A B …), the others asleep; medians over rounds. ``step_s``: between two
 barriers of all processes, by the number of steps; scalars are read one step late, as in training. ``cpu_s``: seconds of
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +48,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--microbatch-size", type=int, default=4)
+    parser.add_argument("--columns", type=int, default=0, help="of the processes; then what reducing early is worth")
+    parser.add_argument("--zero1", action="store_true", help="with --columns")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each")
     parser.add_argument("--steps", type=int, default=3, help="of a turn")
@@ -53,6 +60,8 @@ def main() -> int:
     if args.worker:
         return work(args, *args.worker)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    if args.columns:
+        return compare_reductions(args)
     one, several = Group(1), Group(args.processes)
     turns: dict[int, list[dict[str, float]]] = {1: [], args.processes: []}
     for _ in range(args.rounds + 1):
@@ -88,6 +97,31 @@ def main() -> int:
     return 0
 
 
+def compare_reductions(args: argparse.Namespace) -> int:
+    """Print what reducing gradients in the pipeline is worth against reducing them after it."""
+    group = Group(args.processes)
+    turns: dict[str, list[dict[str, float]]] = {"steps": [], "after": []}
+    for _, how in product(range(args.rounds + 1), turns):
+        turns[how].append(group.ask(f"{how} {args.steps}"))
+    within, after = (records[1:] for records in turns.values())  # the first turn compiles
+    recorded = [group.ask("record") for _ in range(args.rounds)]
+    group.end()
+    report = {
+        "what": "gradients reduced in the pipeline, and after it",
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit_id(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": describe_machine(args.cores),
+        "step_s": {"in": _median(within, "step_s"), "after": _median(after, "step_s")},
+        "step_ratio": statistics.median(a["step_s"] / b["step_s"] for a, b in zip(within, after, strict=True)),
+        "step_ratios": [round(a["step_s"] / b["step_s"], 3) for a, b in zip(within, after, strict=True)],
+        "cpu_ratio": statistics.median(a["cpu_s"] / b["cpu_s"] for a, b in zip(within, after, strict=True)),
+        "recorded": {name: _median(recorded, name) for name in recorded[0]},
+    }
+    print(json.dumps(report, indent=1))
+    return 0
+
+
 def _median(records: Sequence[dict[str, float]], name: str) -> float:
     return statistics.median(x[name] for x in records)
 
@@ -114,7 +148,8 @@ class Group:
         first = self._children[0]
         assert first.stdin is not None and first.stdout is not None
         print(what, file=first.stdin, flush=True)
-        answer: dict[str, float] = json.loads(first.stdout.readline())
+        # gloo prints lines of its own
+        answer: dict[str, float] = json.loads(next(line for line in first.stdout if line.startswith("{")))
         return answer
 
     def end(self) -> None:
@@ -130,21 +165,32 @@ class Group:
 
 def work(args: argparse.Namespace, port: int, number: int, mine: int) -> int:
     processes: Processes = ProcessGroup(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else SingleProcess()
+    if args.columns:
+        from jaxpipe.axes import RankMesh
+
+        processes.arrange(args.ranks, RankMesh(dp=args.columns), args.columns)
     request_devices(len(processes.ranks(args.ranks)[mine]), "cpu", processes=number)
     keep_heap()
     processes.start_jax()
-    train, pipe, shape = trained(args, processes)
+    train, step, shape = trained(args, processes)
+    within = step.pipeline
     read_command = sys.stdin.readline if mine == 0 else str
     while words := processes.broadcast("command", read_command().strip()).split():
-        answer = steps(processes, train, int(words[1])) if words[0] == "steps" else messages(processes, pipe, shape)
+        step.pipeline = within.with_reductions({}) if words[0] == "after" else within
+        if words[0] == "record":
+            answer = reductions_under_compute(train(record=True))
+        elif words[0] == "messages":
+            answer = messages(processes, within, shape)
+        else:
+            answer = steps(processes, train, int(words[1]))
         if mine == 0:
             print(json.dumps(answer), flush=True)
     processes.leave()
     os._exit(0)
 
 
-def trained(args: argparse.Namespace, processes: Processes) -> tuple[Callable[[], Any], Any, tuple[int, ...]]:
-    """Return a function that runs one more step, the pipeline, and the shape of an activation."""
+def trained(args: argparse.Namespace, processes: Processes) -> tuple[Callable[..., Any], Any, tuple[int, ...]]:
+    """Return a function that runs one more step, the training step, and the shape of an activation."""
     import jax
     import numpy as np
     import optax
@@ -155,17 +201,19 @@ def trained(args: argparse.Namespace, processes: Processes) -> tuple[Callable[[]
     from jaxpipe.train.run.agreement import devices_of
     from jaxpipe.train.step import TrainStep
 
-    config = load_config(CONFIG, [f"pipeline.ranks={args.ranks}", "run.platform=cpu", *args.overrides])
+    dp = [f"pipeline.dp={args.columns}"] if args.columns else []
+    config = load_config(CONFIG, [f"pipeline.ranks={args.ranks}", "run.platform=cpu", *dp, *args.overrides])
     options = {"vocab_size": 256, "seq_len": config.data.seq_len, **config.model.options}
     model = resolve_model(config.model.target, options)
     pipe = Pipeline.build(
         model,
         generate(args.schedule, args.ranks, args.microbatches),
         microbatch_size=args.microbatch_size,
+        dp=max(1, args.columns),
         devices=devices_of(config.pipeline, config.run.machine.platform, processes),
         processes=processes,
     )
-    step = TrainStep(pipe, optax.adamw(1e-3), clip_norm=1.0)
+    step = TrainStep(pipe, optax.adamw(1e-3), clip_norm=1.0, zero1=args.zero1)
     shape = (args.microbatches, args.microbatch_size, config.data.seq_len)
     tokens = np.random.default_rng(0).integers(0, 256, (*shape[:2], shape[2] + 1)).astype(np.int32)
     batch = {
@@ -175,15 +223,15 @@ def trained(args: argparse.Namespace, processes: Processes) -> tuple[Callable[[]
     }
     state, key, before = step.init(init_params(model, 0)), jax.random.key(0), None
 
-    def one() -> Any:
+    def one(record: bool = False) -> Any:
         nonlocal state, before
-        state, metrics = step(state, batch, key)
+        state, metrics = step(state, batch, key, record=record)
         if before is not None:
             jax.device_get((before.loss, before.grad_norm, before.stop))
         before = metrics
-        return state.master, metrics.loss
+        return metrics.timeline if record else (state.master, metrics.loss)
 
-    return one, pipe, (*shape[1:], int(config.model.options["d_model"]))
+    return one, step, (*shape[1:], int(config.model.options["d_model"]))
 
 
 def steps(processes: Processes, one: Callable[[], Any], count: int) -> dict[str, float]:
@@ -199,6 +247,17 @@ def steps(processes: Processes, one: Callable[[], Any], count: int) -> dict[str,
     took_s = time.perf_counter() - began
     processes.barrier("end")
     return {"step_s": took_s / count, "cpu_s": sum(map(float, texts)) / count}
+
+
+def reductions_under_compute(timeline: Any) -> dict[str, float]:
+    """Seconds of the reductions of a step on all ranks, and of those while their rank computes; process 0 knows."""
+    under_s = total_s = 0.0
+    for event in timeline.events if timeline else ():
+        if event.lane == "net":
+            total_s += event.end_s - event.start_s
+            computed = timeline.of(event.rank, "compute")
+            under_s += sum(max(0.0, min(event.end_s, e.end_s) - max(event.start_s, e.start_s)) for e in computed)
+    return {"reductions_s": total_s, "under_compute_s": under_s}
 
 
 def _cpu_s() -> float:

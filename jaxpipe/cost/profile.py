@@ -496,9 +496,7 @@ def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], fl
         measured = seconds.get((op, stage))
         return now_s if measured is None else max(0.0, measured - slot_lanes(costs, [(op, stage)]).exposed_s)
 
-    # what was reduced took turns with compute, on the one stream of its devices
-    overlaps = costs.net_overlaps and not any(op_spec(op).lane == "net" for op, _ in seconds)
-    profile = replace(costs, source="measured in the run", crowding=1.0, net_overlaps=overlaps)
+    profile = replace(costs, source="measured in the run", crowding=1.0)
     for op in dict.fromkeys(op for op, _ in seconds):
         spec = op_spec(op)
         if spec.lane in ("compute", "net") and spec.cost:

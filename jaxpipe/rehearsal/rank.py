@@ -13,8 +13,8 @@ instructions, and marked as inexact.
 
 *Time.* Steps without the recorder give the step time and the host's cost, steps with it the time of each action: medians over
 all microbatches and steps, the first step discarded. With several devices a rank (dp × tp) memory is that of the device that
-holds most, and collectives over ``tp`` are real. Not modelled: contention of several ranks for one host link, and the reduction
-of gradients after the pipeline.
+holds most, and collectives over ``tp`` are real. Not modelled: contention of several ranks for one host link, and reductions
+of gradients.
 
 *Stand-ins.* Shapes and dtypes are the real ones, values are pseudo-random (a hash of the position), finite, and small enough
 that a few layers leave them finite: power draw and speed of a GPU depend on its data, so zeros would flatter it. Everything

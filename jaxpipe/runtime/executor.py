@@ -7,7 +7,8 @@ the devices, and memory is freed by dropping references. Two things hold the loo
 until an offload has left the device: a sync (S), and an action whose memory that offload gives back, by the predicted times.
 
 A braid that runs as one function is one instruction, one token and one recorded event. So is a reduction, which runs in the
-cool-down of the pipeline; a run for which no function reduces a stage leaves its reduction out.
+cool-down of the pipeline; a run for which no function reduces a stage leaves its reduction out. Where compute can go on beside
+reductions, a thread of their own dispatches them, one after another, and the loop waits at its end until they are complete.
 A step may begin *late*: a rank's accumulators are asked for before its first backward, and whoever is asked may drop the step.
 """
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -58,7 +61,7 @@ from jaxpipe.schedule import Action, Event, Slot, op_spec
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 
 Bank = list[Any]
-Token = tuple[int, Slot, jax.Array]
+Token = tuple[int, Slot, Any]
 """Rank, action, and a scalar that is ready when the action has run."""
 Probe = Callable[[int, Sequence[jax.Array]], None]
 
@@ -136,6 +139,16 @@ class StepOutputs:
                 raise _run_error(rank, action, error) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Reducing:
+    """The token of a reduction that its thread may not have dispatched yet."""
+
+    future: Future[Sequence[jax.Array]]
+
+    def is_ready(self) -> bool:
+        return self.future.done() and bool(self.future.result()[0].is_ready())  # type: ignore[attr-defined]
+
+
 class _Linked(NamedTuple):
     """One instruction, ready to run. ``run(*get(bank))`` fills the slots ``outs`` of the ``bank``; ``clear`` is emptied
     afterwards. A tuple, because the loop unpacks it: looking up attributes would take longer than dispatching a small
@@ -153,9 +166,9 @@ class _Linked(NamedTuple):
     lane: str
 
 
-# The order matters: kinds below ``_SEND`` are recorded, and only those stand for an action of the schedule.
-_RUN, _RECV, _COPY, _SYNC, _REDUCE, _SEND, _BIND = range(7)
-_KINDS = ("run", "recv", "copy", "sync", "reduce", "send")
+# The order matters: those of kinds below ``_SEND`` the loop records, and that of a reduction whoever dispatches it.
+_RUN, _RECV, _COPY, _SYNC, _SEND, _REDUCE, _BIND = range(7)
+_KINDS = ("run", "recv", "copy", "sync", "send", "reduce")
 
 Copies = Callable[[int, int, int], tuple[Copy, Copy]]
 """How a part of the O and L of a stage copies, by rank, stage and part (one of many if they are issued whole)."""
@@ -178,6 +191,7 @@ class Executor:
         holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
         braids: those that ``programs`` run as one function.
         reductions: of some of ``functions``.
+        beside_compute: whether a thread of their own dispatches these.
         copies: how O and L of (rank, stage, part) copy; by default to and from pinned host memory.
         clock: what recorded steps are timed by.
 
@@ -200,6 +214,7 @@ class Executor:
         holds: Holds | None = None,
         braids: Braids = MappingProxyType({}),
         reductions: Reductions = MappingProxyType({}),
+        beside_compute: bool = False,
         copies: Copies | None = None,
         clock: DeviceClock | None = None,
     ) -> None:
@@ -215,6 +230,7 @@ class Executor:
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         self._states = [_states(p, functions) for p in self._programs]
         self._num_ranks = len(meshes)
+        self._reducer = ThreadPoolExecutor(1, "jaxpipe-reduce") if reductions and beside_compute else None
         self.order = tuple(order)
         self.dispatched: Sequence[Token] = ()
         linker = _Linker(self._programs, functions, braids, reductions, self._banks)
@@ -261,7 +277,7 @@ class Executor:
         """
         actions = [(i.rank, i.action) for i in self._code if i.kind in (_RUN, _REDUCE)]
         token_list = list(tokens)
-        done = next((n for n, (_, _, token) in enumerate(token_list) if not token.is_ready()), len(token_list))  # type: ignore[attr-defined]
+        done = next((n for n, (_, _, token) in enumerate(token_list) if not token.is_ready()), len(token_list))
         return None if done == len(actions) else actions[done]
 
     def run(
@@ -299,7 +315,7 @@ class Executor:
 
     def _run_recorded(self, inputs: StepInputs, probe: Probe | None) -> StepOutputs:
         start = self._clock.now()
-        with Recorder(self._num_ranks, self._clock) as recorder:
+        with Recorder(self._num_ranks, self._clock, net_overlaps=self._reducer is not None) as recorder:
             tokens, stamps = self._dispatch(self._code, recorder, probe)
         if recorder.failure is not None:
             f = recorder.failure
@@ -372,7 +388,6 @@ class Executor:
         tokens: list[Token] = []
         stamps: list[float] = []
         arguments: Sequence[Any] = ()
-        sums: Sequence[jax.Array] = ()
         arriving: dict[int, Sequence[Any]] = {}  # what is received, until something reads it: recorded steps only
         # The same list, not a copy: a watchdog's thread reads how far the step has come while this one fills it.
         self.dispatched = tokens
@@ -390,9 +405,9 @@ class Executor:
                         arguments = ()
                     tokens.append((rank, action, results[marker]))
                 elif kind == _REDUCE:
-                    sums = run(list(get(bank)))
+                    sums = self._reduced(run, list(get(bank)), recorder, tokens, rank, action)
                     results = (sums,)
-                    tokens.append((rank, action, sums[0]))
+                    tokens.append((rank, action, _Reducing(sums) if isinstance(sums, Future) else sums[0]))
                 elif kind == _SEND:
                     run(get(bank))
                     results = ()
@@ -411,7 +426,6 @@ class Executor:
                 if recorder is not None and kind < _SEND:
                     # A copy, and who waits for it, is done when its last array has arrived: they travel on several streams.
                     done = results if kind >= _COPY else (results[marker],) if results else ()
-                    done = sums if kind == _REDUCE else done
                     if kind == _RECV:
                         arriving[at] = done
                         continue
@@ -426,7 +440,52 @@ class Executor:
             failed = code[at]
             raise _run_error(failed.rank, failed.action, error) from error
         stamps.append(clock())
+        if self._reducer is not None:
+            self._await_reductions(tokens)
         return tokens, stamps
+
+    def _reduced(
+        self,
+        reduce: Callable[..., Sequence[jax.Array]],
+        accumulators: list[jax.Array],
+        recorder: Recorder | None,
+        tokens: Sequence[Token],
+        rank: int,
+        action: Slot,
+    ) -> Sequence[jax.Array] | Future[Sequence[jax.Array]]:
+        """Dispatch a reduction, here or in its thread, and return what it returns."""
+        before = [next(token for r, _, token in reversed(tokens) if r == rank)] if recorder else []
+        # JAX keeps this choice by thread.
+        wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined,unused-ignore]
+
+        def dispatch(beside: bool) -> Sequence[jax.Array]:
+            began = self._clock.now()
+            if beside and before:
+                # No other thread sees when it can start. Whose failure it is, tokens tell.
+                with suppress(Exception):
+                    began = self._clock.when_ready(before)
+            with jax.enable_x64(wide) if beside else nullcontext():
+                sums = reduce(accumulators)
+            if recorder is not None:
+                recorder.dispatched(rank, "net", action, sums, began)
+            return sums
+
+        return dispatch(beside=False) if self._reducer is None else self._reducer.submit(dispatch, beside=True)
+
+    def _await_reductions(self, tokens: list[Token]) -> None:
+        """Put into slots what reductions have returned, and wait until they are complete: their collectives and those of the
+        update, which this thread dispatches, would otherwise be in no order."""
+        for n, (rank, action, token) in enumerate(tokens):
+            if isinstance(token, _Reducing):
+                try:
+                    sums = token.future.result()
+                except Exception as error:
+                    raise _run_error(rank, action, error) from error
+                tokens[n] = (rank, action, sums[0])
+                with suppress(Exception):
+                    sums[0].block_until_ready()
+        for bank in self._banks:
+            bank[:] = [x.result() if isinstance(x, Future) else x for x in bank]
 
     def _bind(self, inputs: StepInputs) -> None:
         for program, bank, (slots, zeros) in zip(self._programs, self._banks, self._states, strict=True):

@@ -148,7 +148,7 @@ class Pipeline(Assembly):
         views = assembly.function_views
         braids = {at: function_in_process(f, views[at[0]]) if views[at[0]].spans else f for at, f in braids.items()}
         dump.dump("schedule", schedule.name, str(schedule))
-        costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
+        costs = _known_costs(assembly, assembly.flop_costs if costs is None else costs)
         owned, crossing, timeline = assembly.ownership, None, None
         if owned.divided or assembly.copies_in_parts:
             timeline = _simulated(schedule, costs)
@@ -184,7 +184,7 @@ class Pipeline(Assembly):
         # The order of messages between processes follows the costs, and so do copies in parts: the programs are lowered anew.
         if self.ownership.divided or self.copies_in_parts:
             return self.over(self, self.schedule, costs, self.reductions)
-        return replace(self, costs=with_missing_ops(costs, self.stages))
+        return replace(self, costs=_known_costs(self, costs))
 
     def with_reductions(self, reductions: Reductions) -> Pipeline:
         """Return the same pipeline, adding up gradients by these functions of the accumulators of (rank, stage), each of
@@ -268,6 +268,7 @@ class Pipeline(Assembly):
             holds=self._own_dispatch[1],
             braids=self.braids,
             reductions=self.reductions,
+            beside_compute=self.costs.net_overlaps,
         )
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -384,7 +385,8 @@ class Pipeline(Assembly):
 
     def replay_ratio(self, outputs: StepOutputs) -> float:
         """Wall time of a recorded step ÷ replay of its order with its own durations (:mod:`jaxpipe.runtime.recorder`)."""
-        return replay_ratio(self.issued, self.measured_timeline(outputs), outputs.step_s)
+        timeline, overlaps = self.measured_timeline(outputs), self.costs.net_overlaps
+        return replay_ratio(self.issued, timeline, outputs.step_s, net_overlaps=overlaps)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -511,6 +513,15 @@ def reduced_instances(assembly: Assembly) -> tuple[Instance, ...]:
         for s, ranks in assembly.instances.items()
         if len(ranks) == 1 and s not in tied and assembly.rank_views[ranks[0]].rank.size > 1
     )
+
+
+def _known_costs(assembly: Assembly, costs: CostProfile) -> CostProfile:
+    """Return ``costs`` with what ``assembly`` knows beside them. Reductions overlap compute where a process has one CPU of each
+    rank: its functions are then programs of one device, and XLA orders those that one thread dispatches. Other devices run all
+    that they are given one after another."""
+    alone = all(mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" for mesh in assembly.submeshes)
+    overlaps = alone and assembly.function_processes == 1
+    return replace(with_missing_ops(costs, assembly.stages), net_overlaps=overlaps)
 
 
 def _simulated(schedule: Schedule, costs: CostProfile) -> Timeline:

@@ -14,15 +14,15 @@ That shows what the runtime loses to dispatch, transfers and waiting; noise in t
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -87,10 +87,12 @@ _Watched = tuple[_Reading, Markers, Markers]
 
 
 class Recorder:
-    """Use as a context around the dispatch of one step; then :meth:`events` has what happened, in seconds from the start."""
+    """Use as a context around the dispatch of one step; then :meth:`events` has what happened, in seconds from the start.
+    ``net_overlaps``: reductions run beside compute."""
 
-    def __init__(self, num_ranks: int, clock: DeviceClock) -> None:
+    def __init__(self, num_ranks: int, clock: DeviceClock, *, net_overlaps: bool = False) -> None:
         self._clock = clock
+        self._own_lanes = (*HOST_LANES, "net") if net_overlaps else HOST_LANES
         self._queues: dict[tuple[int, str], queue.SimpleQueue[_Watched | None]] = {}
         self._threads: list[threading.Thread] = []
         self._readings: list[list[_Reading]] = [[] for _ in range(num_ranks)]
@@ -101,7 +103,7 @@ class Recorder:
         self._offloaded: dict[tuple[int, int, int], deque[Markers]] = {}
         self._failures: list[FailedAction] = []
         self._origin = 0.0
-        self._count = 0
+        self._numbers = itertools.count()
         self._switch = sys.getswitchinterval()
 
     def __enter__(self) -> Recorder:
@@ -124,11 +126,11 @@ class Recorder:
     ) -> None:
         """Note that ``action`` was given to the device (lane ``compute``, ``d2h``, ``h2d``, ``net``), or its message, ``recv``.
 
-        ``markers``: all are ready when it is done; without arrays among them the host did it, between ``began`` and now.
+        ``markers``: all are ready when it is done; without arrays among them the host did it, between ``began`` and now. A
+        reduction in a lane of its own starts at ``began``, too: small ones hold up the thread that dispatches them.
         ``arguments``: what a function was called with.
         """
         now = self._clock.now()
-        self._count += 1
         arrays = tuple(marker for marker in markers if hasattr(marker, "block_until_ready"))
         sources: Markers = ()
         for a in action.actions if lane != "recv" else ():
@@ -147,11 +149,12 @@ class Recorder:
                 read = {id(argument) for argument in arguments}
                 sources += tuple(array for array in self._loaded[at] if id(array) in read)
             self._last[at] = arrays
-        reading = _Reading(self._count, action, lane, now if arrays else began, math.inf, now)
+        earliest = now if arrays and (lane != "net" or lane not in self._own_lanes) else began
+        reading = _Reading(next(self._numbers), action, lane, earliest, math.inf, now)
         self._queue(rank, lane).put((reading, sources, arrays))
 
     def _queue(self, rank: int, lane: str) -> queue.SimpleQueue[_Watched | None]:
-        at = (rank, _queue_of(lane))
+        at = (rank, _queue_of(lane, self._own_lanes))
         if at not in self._queues:
             self._queues[at] = queue.SimpleQueue()
             name = f"jaxpipe-recorder-{rank}-{at[1]}"
@@ -183,7 +186,8 @@ class Recorder:
         takes as long as all."""
         events: dict[tuple[int, str, Slot], Event] = {}
         for rank, readings in enumerate(self._readings):
-            for r, start, end in _reconciled(sorted(readings), self._origin, self._clock.loads_follow_compute):
+            follows = self._clock.loads_follow_compute
+            for r, start, end in _reconciled(sorted(readings), self._origin, follows, self._own_lanes):
                 event = Event(rank, r.lane, r.action, start - self._origin, end - self._origin)
                 if (before := events.get((rank, r.lane, r.action))) is not None:
                     event = replace(event, start_s=event.start_s - (before.end_s - before.start_s))
@@ -192,7 +196,7 @@ class Recorder:
 
 
 def _reconciled(
-    readings: Sequence[_Reading], origin: float, loads_follow_compute: bool
+    readings: Sequence[_Reading], origin: float, loads_follow_compute: bool, own_lanes: Collection[str]
 ) -> list[tuple[_Reading, float, float]]:
     """Return each reading of one rank with its start and end, in order of dispatch, consistent over its lanes.
 
@@ -208,7 +212,7 @@ def _reconciled(
     # Backwards: a reading's end is bounded by those after it, never by those before.
     for k in range(len(readings) - 1, -1, -1):
         _, action, lane, _, sourced, ended = readings[k]
-        queued, chains = _queue_of(lane), _chains(action)
+        queued, chains = _queue_of(lane, own_lanes), _chains(action)
         ended = min(ended, lane_end.get(queued, math.inf))
         parted = [(*chain, parts[k]) for chain in chains]
         if lane not in ("recv", "h2d"):
@@ -228,7 +232,7 @@ def _reconciled(
     done: dict[tuple[int, ...], float] = {}
     computed = origin
     for r, ended, part in zip(readings, ends, parts, strict=True):
-        queued, chains = _queue_of(r.lane), _chains(r.action)
+        queued, chains = _queue_of(r.lane, own_lanes), _chains(r.action)
         parted = [(*chain, part) for chain in chains]
         ended = max(ended, free.get(queued, origin))
         after = origin
@@ -267,10 +271,10 @@ def _chains(slot: Slot) -> tuple[tuple[int, int], ...]:
     return tuple((a.stage, a.microbatch) for a in slot.actions)
 
 
-def _queue_of(lane: str) -> str:
-    """Return the lane whose thread waits for it: what is received is waited for where it is computed on, and a reduction is a
-    program of the devices that compute."""
-    return lane if lane in HOST_LANES else "compute"
+def _queue_of(lane: str, own_lanes: Collection[str]) -> str:
+    """Return the lane whose thread waits for it: what is received is waited for where it is computed on, and so is a reduction
+    that takes turns with compute."""
+    return lane if lane in own_lanes else "compute"
 
 
 def measured_timeline(schedule: Schedule, costs: CostProfile, events: Sequence[Event]) -> Timeline:
@@ -299,9 +303,10 @@ def _with_recorded_reductions(schedule: Schedule, events: Iterable[Event]) -> Sc
     return with_missing_reductions(schedule, {a.stage for e in events if e.lane == "net" for a in e.action.actions})
 
 
-def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float:
+def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float, *, net_overlaps: bool = False) -> float:
     """Divide ``step_s`` by the makespan of the same order with ``timeline``'s durations and no communication. A backward that
-    began before all of its load was there, as it reads only a part, need not wait for the rest."""
+    began before all of its load was there, as it reads only a part, need not wait for the rest. ``net_overlaps``: reductions
+    ran beside compute."""
     durations: dict[tuple[int, Slot], float] = {(e.rank, e.action): e.end_s - e.start_s for e in timeline.events}
     unread_s: dict[tuple[int, Slot], float] = {}
     loads: dict[tuple[int, int, int], Event] = {}
@@ -312,8 +317,8 @@ def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float
             elif (load := loads.pop((event.rank, stage, microbatch), None)) is not None:
                 unread_s[event.rank, load.action] = max(0.0, load.end_s - event.start_s)
     schedule = _with_recorded_reductions(schedule, timeline.events)
-    one_stream = replace(CostProfile.on(schedule.placement), net_overlaps=False)
-    return step_s / replay(schedule, durations, one_stream, unread_s=unread_s).makespan
+    free = replace(CostProfile.on(schedule.placement), net_overlaps=net_overlaps)
+    return step_s / replay(schedule, durations, free, unread_s=unread_s).makespan
 
 
 def seconds_by_op(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]:
@@ -325,7 +330,7 @@ def lengths_by_op(steps: Iterable[Iterable[Event]]) -> dict[tuple[str, int], lis
     """Return the seconds of each (op, stage) in all microbatches of some recorded steps. What ran in a braid does not count:
     its time is not its own."""
     lengths_s: dict[tuple[str, int], list[float]] = {}
-    for event in chain.from_iterable(steps):
+    for event in itertools.chain.from_iterable(steps):
         if len(event.action.actions) == 1:
             (action,) = event.action.actions
             lengths_s.setdefault((action.op, action.stage), []).append(event.end_s - event.start_s)

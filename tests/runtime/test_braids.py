@@ -7,9 +7,12 @@ and the layers of test_sharded_stages.py (on dp × tp submeshes) run chosen ones
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -27,7 +30,7 @@ from jaxpipe.program.ir import Free, Program, Recv, Reduce, Run, Send
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.rehearsal.rank import Rehearsal
 from jaxpipe.runtime.assembly import reduction
-from jaxpipe.runtime.executor import StepOutputs
+from jaxpipe.runtime.executor import StepOutputs, place_of
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import seconds_by_op
@@ -456,13 +459,55 @@ def test_a_reduction_stands_where_the_schedule_has_it() -> None:
     assert _last_addition(moved.programs[0], at) == "W0.2"
 
 
-def test_a_failing_reduction_is_named() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_failing_reduction_is_named(beside: bool) -> None:
     def fail(acc: list[jax.Array]) -> list[jax.Array]:
         raise ValueError("boom")
 
     pipe = reduced_pipeline(generate("v-zb", 2, 4)).with_reductions({(1, 1): fail})
     with pytest.raises(RunError, match=r"rank 1, action R1\.0 \(stage 1, reduce .*\) failed: boom"):
-        run(pipe, init_params(pipe.model, 0), chain_batch(4))
+        run(in_a_lane(pipe) if beside else pipe, init_params(pipe.model, 0), chain_batch(4))
+
+
+def in_a_lane(pipe: Pipeline) -> Pipeline:
+    """Return the same pipeline, whose reductions overlap compute."""
+    return replace(pipe, costs=replace(pipe.costs, net_overlaps=True))
+
+
+def test_compute_goes_on_beside_a_reduction_in_a_lane_of_its_own() -> None:
+    """The reduction of one stage waits here until the others have been dispatched, and is named as what a step waits for."""
+    pipe = reduced_pipeline(generate("v-zb", 2, 4))
+    sums = {(r, s): reduction(pipe.submeshes[r], pipe.functions[(r, s)]) for r, s in pipe.own_instances}
+    params, batch, go_on = init_params(pipe.model, 0), chain_batch(4), threading.Event()
+    expected = run(pipe.with_reductions(sums), params, batch)
+
+    def late(acc: list[jax.Array]) -> list[jax.Array]:
+        assert go_on.wait(60)
+        time.sleep(0.05)
+        return sums[0, 3](acc)
+
+    overlapped = in_a_lane(pipe.with_reductions({**sums, (0, 3): late}))
+    assert overlapped.executor.instruction_kinds.count("reduce") == 4
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(jax.enable_x64(True)(partial(run, overlapped, params, batch, record=True)))
+        while "reduce" not in (waits_for := _first_unfinished(overlapped)) or len(overlapped.executor.dispatched) < 52:
+            assert waits_for and (not future.done() or future.result())
+            time.sleep(0.01)
+        go_on.set()
+        out = future.result()
+    assert_bit_equal(out, expected)
+    for at, grads in out.reduced.items():
+        assert_same_arrays(list(grads), list(expected.reduced[at]))
+    timeline = overlapped.measured_timeline(out)
+    (slow,) = [e for e in timeline.events if str(e.action) == "R3.0"]
+    beside = [str(e.action) for e in timeline.of(0, "compute") if slow.start_s <= e.start_s and e.end_s <= slow.end_s]
+    assert {"B0.3", "W0.2", "W0.3"} <= {*beside}
+    assert overlapped.replay_ratio(out) >= 1 - 1e-9
+
+
+def _first_unfinished(pipe: Pipeline) -> str:
+    at = pipe.executor.unfinished(pipe.executor.dispatched)
+    return "" if at is None else place_of(*at)
 
 
 # -- rehearsal -----------------------------------------------------------------------------------------------------------

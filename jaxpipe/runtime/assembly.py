@@ -231,6 +231,7 @@ class Assembly:
         ownership = Ownership(submeshes, processes, transport)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(placement)
+        ownership.link((ranks[0], other) for ranks in instances.values() for other in ranks[1:])
         master = jnp.dtype(jnp.float64) if compute == jnp.float64 else jnp.dtype(jnp.float32)
         functions: dict[Instance, StageFunctions] = {}
         # One cache for all flows: replicas of a stage have the same functions, traced once and placed on other devices.
@@ -531,6 +532,7 @@ class Assembly:
         runs = self._forward(params, {**unread, **batch}, functions, 1)
         last = len(functions) - 1
         rank = self.primary(last)[0]
+        self.ownership.link((rank, leader) for leader in self.ownership.leaders)
         view = self.rank_views[rank]
         join_columns = jax.jit(lambda arrays: arrays, out_shardings=replicated(view.rank))
         avals: Sequence[Any] = function.avals_out

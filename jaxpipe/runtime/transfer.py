@@ -410,11 +410,13 @@ class Ownership:
         """
         if self.divided:
             agree_on_programs(self.processes, programs, dispatch, shapes)
-            if self._native is not None:
-                pairs = {(p.rank, i.dst) for p in programs for i in p.instructions if isinstance(i, Send)}
-                # Loss sums and norms go between rank 0 and every other, outside of programs.
-                pairs |= {(0, rank) for rank in range(len(self.process_of))}
-                self._native.link(pair for pair in pairs if self.in_different_processes(*pair))
+            self.link({(p.rank, i.dst) for p in programs for i in p.instructions if isinstance(i, Send)})
+
+    def link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make ready what carries arrays between the ranks of each pair. All processes call it with the same pairs, whoever
+        moves arrays does before its first :meth:`move`."""
+        if self.divided and self._native is not None:
+            self._native.link(pair for pair in pairs if self.in_different_processes(*pair))
 
     def shared(self, name: str, values: Mapping[int, Any]) -> dict[int, Any]:
         """Merge JSON values that the processes hold by number; of what every column has, that of the first is taken."""

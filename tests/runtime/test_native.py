@@ -3,6 +3,8 @@ recorded; in ``test_divided.py`` two processes make them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +20,7 @@ from jaxpipe.program.order import NATIVE, Crossing, issue_order
 from jaxpipe.runtime import transfer
 from jaxpipe.runtime.transfer import DevicePutTransport, Ownership, message_numbers
 from jaxpipe.schedule import generate, simulate
+from jaxpipe.train.update.scalars import StepReduction, TiedLeaves
 from tests.runtime.test_processes import run_in_threads
 from tests.support.pipelines import pipeline_for
 
@@ -99,6 +102,52 @@ def test_links_are_made_both_ways_in_one_order(calls: Calls) -> None:
         calls.clear()
     links = [(0, 1), (1, 0), (0, 3), (3, 0), (1, 2), (2, 1)]
     assert links_by_rank == [[link for link in links if rank in link] for rank in range(4)]
+
+
+class _Recording(Ownership):
+    """The ranks of one of several processes, a rank each: tells which pairs are linked, and between which arrays move."""
+
+    def __init__(self, meshes: Sequence[Any], rank: int) -> None:
+        self.processes: Any = SimpleNamespace(number=len(meshes), columns=1, column=0)
+        self.process_of, self.ranks = tuple(range(len(meshes))), range(rank, rank + 1)
+        self._meshes = meshes
+        self.linked: set[frozenset[int]] = set()
+        self.moved: set[frozenset[int]] = set()
+
+    def link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        self.linked |= {frozenset(pair) for pair in pairs if pair[0] != pair[1]}
+
+    def move(self, arrays: Any, src: int, dst: int, avals: Any) -> Any:
+        if src == dst:
+            return list(arrays)
+        self.moved.add(frozenset((src, dst)))
+        return [jax.numpy.zeros(a.shape, a.dtype, device=a.sharding) for a in avals if dst in self.ranks]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("hub", [0, 3])
+def test_ranks_are_linked_that_move_arrays_outside_of_programs(hub: int) -> None:
+    """Loss sums, norms, flags and tied leaves, in each process; with early updates they go by the last rank."""
+    pipe = pipeline_for("gpt", generate("1f1b", 4, 4))
+    losses = [tuple(jax.numpy.ones(a.shape, a.dtype) for a in _loss_avals(pipe))] * 4
+    scalar = jax.numpy.ones(())
+    for rank in range(4):
+        ranks = _Recording(pipe.submeshes, rank)
+        own = replace(pipe, ownership=ranks)
+        reduction = StepReduction(own, {s: jax.ShapeDtypeStruct((), scalar.dtype) for s in range(4)}, 1.0, hub)
+        sums = reduction.sum_losses(losses if rank == 3 else [])
+        reduction.guess(sums)
+        reduction.combine({rank: scalar}, sums)
+        ties = TiedLeaves(own)
+        ties.gather({})
+        ties.spread({})
+        assert ranks.moved <= ranks.linked and {frozenset((hub, k)) for k in range(4) if k != hub} <= ranks.moved
+        assert ranks.linked == ranks.moved | {frozenset((0, 3))}, "no link that nothing uses"
+
+
+def _loss_avals(pipe: Any) -> list[jax.ShapeDtypeStruct]:
+    function = pipe.stages[-1].functions["F"]
+    return [a for port, a in zip(function.outputs, function.avals_out, strict=True) if port.kind == "loss"]
 
 
 def test_cpus_are_refused_in_one_line() -> None:

@@ -96,6 +96,14 @@ class StepReduction:
         combined: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
         self._combined = with_flags(combined, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
         self._guessed = *jax.eval_shape(self._guess, loss_sum, weight), reported[-1]
+        self._link()
+
+    def _link(self) -> None:
+        """Link the ranks between which scalars go, outside of programs."""
+        leaders, loss_ranks = self._owned.leaders, {rank for *_, rank in self._losses} if self._apart else set()
+        to_hub = {*self._primary.values(), self._loss_rank, *leaders}
+        pairs = {(self._hub, rank) for rank in to_hub} | {(self._loss_rank, rank) for rank in {*leaders, *loss_ranks}}
+        self._owned.link(pairs)
 
     def on_hub(self, hub: int) -> StepReduction:
         """Return the same with another hub."""
@@ -103,6 +111,8 @@ class StepReduction:
             return self
         other = copy(self)
         other._hub, other._any_column = hub, AnyColumn(self._views[hub])
+        if self._owned.divided:
+            other._link()
         return other
 
     def sum_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> LossSums | None:
@@ -396,6 +406,7 @@ class TiedLeaves:
         self._pipe = pipeline
         ends = [_ends(pipeline, tie) for tie in pipeline.tied]
         ends = [(owner, copy) for owner, copy in ends if pipeline.layout(owner[0]).trains(owner[1])]
+        pipeline.ownership.link({(pipeline.primary(owner[0])[0], pipeline.primary(copy[0])[0]) for owner, copy in ends})
         self._gather = [self._moving(copy, owner, "acc") for owner, copy in ends]
         self._spread = [self._moving(owner, copy, "param") for owner, copy in ends]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -36,8 +37,10 @@ SHARED = ("mean loss", "norm", "held out")
 
 
 def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
-    """Return the digests that each of ``number`` processes has in each case; one process is this one."""
-    if number == 1:
+    """Return the digests that each of ``number`` processes has in each case; one process is this one, where it has as many
+    devices as they need."""
+    most = max(math.prod(case.get(axis, 1) for axis in ("ranks", "dp", "cp", "tp")) for case in cases)
+    if number == 1 and most <= jax.device_count():
         return [[divided_run.steps(SingleProcess(), **case) for case in cases]]
     port = free_port()
     code = "import json, sys; from tests.support import divided_run; divided_run.main(*map(json.loads, sys.argv[1:]))"

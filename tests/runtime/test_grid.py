@@ -47,6 +47,13 @@ MANY: list[dict[str, Any]] = [
     {"ranks": 4, "dp": 2, "layers": 8, "schedule": "v-zb", "zero1": True, "dtype": "bfloat16"},
 ]
 
+WIDE: list[dict[str, Any]] = [
+    {"ranks": 2, "dp": 4, "size": 4, "schedule": "1f1b", "two_losses": True, "dropout": 0.1},
+    {"ranks": 4, "dp": 2, "schedule": "zb-1p", "zero1": True, "two_losses": True, "dropout": 0.1},
+    {"ranks": 2, "dp": 4, "size": 4, "schedule": "stp", "tp": 2},
+    {"ranks": 4, "dp": 2, "layers": 8, "schedule": "stp", "tp": 2, "zero1": True, "dtype": "bfloat16"},
+]
+
 
 def in_columns(cases: list[dict[str, Any]], columns: int) -> list[dict[str, Any]]:
     return [{**case, "columns": columns} for case in cases]
@@ -146,8 +153,11 @@ def test_one_process_a_device_has_the_bits_of_one() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("number", "columns"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-def test_any_grid_has_the_bits_of_one_process(number: int, columns: int) -> None:
-    cases = [case for case in MANY if case["dp"] % columns == 0 and number // columns <= case["ranks"]]
+@pytest.mark.parametrize("kind", ["many", "wide"])
+def test_any_grid_has_the_bits_of_one_process(number: int, columns: int, kind: str) -> None:
+    """``wide``: with more devices than this process has, two losses and tp of stp."""
+    fitting = [case for case in (WIDE if kind == "wide" else MANY) if number // columns <= case["ranks"]]
+    cases = [case for case in fitting if case["dp"] * (case.get("tp", 1) if kind == "wide" else 1) % columns == 0]
     assert_same_bits([{**case, "columns": columns} for case in cases], number)
 
 

@@ -41,13 +41,14 @@ def steps(
     saved: str = "",
     transport: str = "tagged",
     ahead: bool = False,
+    two_losses: bool = False,
     **options: Any,
 ) -> dict[str, str]:
     """Train some steps; return by layer a digest of its parameters and optimizer state, by name the bits of loss, norm and
     held-out loss. ``folder``: of checkpoints, to go on from and to save to; ``saved``: of folders of checkpoints to save to, by
     the number of processes. ``measured``: by measured costs, whose digest is told, too. ``ep``: a mixture of experts, over so
-    many of dp. ``ahead``: several processes begin each step early, after the first; of the steps before the last, one is
-    clipped and one is not finite."""
+    many of dp. ``two_losses``: of a chain with one in its middle. ``ahead``: several processes begin each step early, after the
+    first; of the steps before the last, one is clipped and one is not finite."""
     import jax
     import numpy as np
     import optax
@@ -66,6 +67,7 @@ def steps(
     from jaxpipe.train.trainer import Trainer
     from models.gpt import GPT
     from models.moe import MoE
+    from tests.support import graph_models
 
     sizes: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "num_layers": layers, "num_heads": 2, "seq_len": 8}
     if ep:
@@ -75,6 +77,8 @@ def steps(
     else:
         model = GPT(**sizes, tied=tied, dropout=dropout)
     mesh = RankMesh(dp=dp, ep=ep or 1, cp=cp, tp=tp, cp_method="ring", sequence=ep > 0 and tp > 1)
+    if two_losses:
+        model = graph_models.two_losses(dropout > 0)
     processes.arrange(ranks, mesh, columns)
     pipe = Pipeline.build(
         model,
@@ -103,8 +107,14 @@ def steps(
         weights = np.ones((M, size, 8), np.float32)
         weights[0, 0, 0] = np.nan if ahead and n == 2 else 1
         batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": weights}
+        if two_losses:
+            rows = graph_models.rows(M * size, n).items()
+            batch = {name: x.reshape(M, size, *x.shape[1:]) for name, x in rows}
         own = pipe.own_rows(M) if n == count - 1 else None
-        read = batch if own is None else {k: x.reshape(M * size, 8)[own].reshape(M, -1, 8) for k, x in batch.items()}
+        read = batch
+        if own is not None:
+            flat = {name: x.reshape(M * size, *x.shape[2:])[own] for name, x in batch.items()}
+            read = {name: x.reshape(M, -1, *x.shape[1:]) for name, x in flat.items()}
         state, metrics = step(state, read, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
         scalars.append((metrics.stop, metrics.applied, metrics.grad_norm))
     stops, applied, norms = zip(*jax.device_get(scalars), strict=True)

@@ -78,6 +78,13 @@ def ladder(vocab_size: int = 0, seq_len: int = 0, drops: bool = True) -> Model:
     return model_of(*frozen, a2, aux, replace(a3, takes=("a2", "a0")), a4, tied, squares("main", "u"))
 
 
+def two_losses(drops: bool = True) -> Model:
+    """Return a chain of 6 with a loss in the middle and one at its end."""
+    a0, a1, a2, a3, a4, a5 = _tower("a", "a", 3, 6, drops)
+    aux = squares("aux", "v", takes=("a2",))
+    return model_of(a0, a1, a2, aux, replace(a3, takes=("a2",)), a4, a5, squares("main", "u", takes=("a5",)))
+
+
 def rows(n: int, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = {"a": (3,), "b": (5,), "u": (), "v": ()}

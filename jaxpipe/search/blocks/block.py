@@ -47,6 +47,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, permutations, product, zip_longest
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxpipe.schedule.placement import Placement, circular, v_shape
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.search.retime import Retimer
@@ -237,10 +240,11 @@ def cells_of(block: BuildingBlock, problem: Problem, places: Sequence[int] | Non
 
 def rows_of(problem: Problem, cells: Mapping[int, int]) -> list[list[int]]:
     """Return, per rank, its actions in the order of their cells."""
-    rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
-    for code in sorted(cells, key=lambda code: (cells[code], code)):
-        rows[problem.rank[code // problem.num_microbatches % problem.num_replicas]].append(code)
-    return rows
+    codes, starts = (np.fromiter(x, np.int64, len(cells)) for x in (cells, cells.values()))
+    ranks = np.array(problem.rank)[codes // problem.num_microbatches % problem.num_replicas]
+    order = np.lexsort((codes, starts, ranks))
+    ends = np.searchsorted(ranks[order], np.arange(1, problem.num_ranks))
+    return [row.tolist() for row in np.split(codes[order], ends)]
 
 
 def repeat_steady_phase(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int) -> list[list[int]] | None:
@@ -251,33 +255,26 @@ def repeat_steady_phase(problem: Problem, rows: Sequence[Sequence[int]], microba
     few, extra = problem.num_microbatches, microbatches - problem.num_microbatches
     assert extra >= 0
     longer = []
-    for row in rows:
+    for row in map(np.array, rows):
         # actions of one microbatch on the rank
         period = len(row) // few
         cut = _steady(row, period)
         if cut is None:
             return None
+        moved = row // few * microbatches + row % few
         # the period at the cut comes once more for each new microbatch, numbered one higher each time
-        moved = [_moved(code, few, microbatches, 0) for code in row[: cut + period]]
-        for k in range(1, extra + 1):
-            moved += [_moved(code, few, microbatches, k) for code in row[cut : cut + period]]
-        moved += [_moved(code, few, microbatches, extra) for code in row[cut + period :]]
-        longer.append(moved)
+        repeated = moved[cut : cut + period] + np.arange(1, extra + 1)[:, None]
+        longer.append(np.concatenate([moved[: cut + period], repeated.ravel(), moved[cut + period :] + extra]).tolist())
     return longer
 
 
-def _moved(code: int, few: int, many: int, by: int) -> int:
-    kind, microbatch = divmod(code, few)
-    return kind * many + microbatch + by
-
-
-def _steady(row: Sequence[int], period: int) -> int | None:
+def _steady(row: NDArray[np.int64], period: int) -> int | None:
     """Return a position from which a period and the one after are the same but for the microbatch; the one nearest the
     middle."""
     # codes of one op and stage go up by 1 a microbatch
-    same = [a + 1 == b for a, b in zip(row, row[period:], strict=False)]
-    starts = (at for at in range(len(same) - period + 1) if all(same[at : at + period]))
-    return min(starts, key=lambda at: abs(at - len(row) // 2), default=None)
+    same = np.cumsum(np.append(0, row[:-period] + 1 == row[period:]))
+    starts = np.flatnonzero(same[period:] - same[:-period] == period)
+    return int(min(starts, key=lambda at: abs(at - len(row) // 2))) if len(starts) else None
 
 
 def compact(problem: Problem, cell_of: Mapping[int, int]) -> list[list[int]]:

@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from heapq import nsmallest
 from itertools import count, islice, pairwise
 from math import isnan
@@ -522,6 +522,8 @@ class _BlockSearch:
         few = min(problem.num_microbatches, 2 * problem.num_ranks + 4)
         self.problem, self.limit = replace(problem, num_microbatches=few), limit
         self.short = GapFiller(self.problem)
+        # several starts and recipes make the same order
+        self._longer = cache(self._lengthen)
         self.full = self.short if few == problem.num_microbatches else GapFiller(problem)
         actions = 3 * problem.num_replicas * few
         self.part, self.starts_part = (min(1.0, most / actions) for most in (_FULL_SEARCH, all_starts))
@@ -569,17 +571,19 @@ class _BlockSearch:
         # W laid anew is what helps most for its time, so it shrinks less
         refills, passes = self.tries_of(_REFILLED, power=1), self.tries_of(_PASSES, power=1)
         filling = WeightFilling(self.problem, limit, short.retimer)
-        tried += within(
-            [refill_weights(filling, draft, passes) for draft in nsmallest(refills, tried, key=score)], limit
-        )
+        best = nsmallest(refills, tried, key=score)
+        tried += within([refill_weights(filling, draft, passes) for draft in best], limit)
         return self.lengthen(tried)
 
     def lengthen(self, drafts: Sequence[Draft]) -> Iterator[Draft]:
         """Return drafts for few microbatches as drafts for all of them; those that keep within the limit."""
         if self.full is self.short:
             return iter(drafts)
-        rows = (repeat_steady_phase(self.problem, draft.rows, self.full.problem.num_microbatches) for draft in drafts)
-        return within((self.full.retimer.draft(longer) for longer in rows if longer is not None), self.limit)
+        return within((self._longer(tuple(map(tuple, draft.rows))) for draft in drafts), self.limit)
+
+    def _lengthen(self, rows: CodeRows) -> Draft | None:
+        longer = repeat_steady_phase(self.problem, rows, self.full.problem.num_microbatches)
+        return self.full.retimer.draft(longer) if longer is not None else None
 
 
 def _stretch_block(problem: Problem, limit: float) -> BuildingBlock:

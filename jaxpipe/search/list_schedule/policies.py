@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+import numpy as np
+
 from jaxpipe.schedule.clock import NEVER, ROUNDING, Choose, Clock
 from jaxpipe.schedule.problem import B, F, Problem
 from jaxpipe.search.retime import Draft, Extents, Retimer, peaks
@@ -305,15 +307,12 @@ def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) 
     An action of no duration may start with what it feeds; ties go by direction (F ascending, B descending by stage).
     """
     n, m = problem.num_replicas, problem.num_microbatches
-    start = retimer.times(rows).start_s
-    position = {code: at for row in rows for at, code in enumerate(row)}
-    codes = [code for row in rows for code in row if code < 2 * n * m]
-
-    def key(code: int) -> tuple[float, int, int]:
-        kind = code // m
-        return start[code], kind if kind < n else 3 * n - kind, position[code]
-
-    return sorted(codes, key=key)
+    codes, position = np.concatenate(rows), np.concatenate([np.arange(len(row)) for row in rows])
+    start = np.array(retimer.times(rows).start_s)[codes]
+    by_stage = np.where(codes < n * m, codes // m, 3 * n - codes // m)
+    order = codes[np.lexsort((position, by_stage, start))]
+    in_order: list[int] = order[order < 2 * n * m].tolist()
+    return in_order
 
 
 def _improve_filling(filling: WeightFilling, order: Sequence[int], passes: int) -> Filled | None:

@@ -21,12 +21,14 @@ from jaxpipe.errors import LOST, AgreedError, RunError
 from jaxpipe.runtime.processes import grid_columns
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.leaves import Fragment
+from jaxpipe.train.config import load_config
 from tests.runtime.test_divided import assert_same_bits, assert_same_run, launch, run
 from tests.support import train_runs
 from tests.support.checkpoint_cases import assert_same
 from tests.support.forks import start_python
 from tests.support.processes import free_port
 from tests.support.train_runs import config, settings, write_text
+from tests.train.test_graph_runs import TOWERS
 
 ZERO = {
     "ranks": 2, "schedule": "zb-1p", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1, "tied": False,
@@ -159,6 +161,19 @@ def test_any_grid_has_the_bits_of_one_process(number: int, columns: int, kind: s
     fitting = [case for case in (WIDE if kind == "wide" else MANY) if number // columns <= case["ranks"]]
     cases = [case for case in fitting if case["dp"] * (case.get("tp", 1) if kind == "wide" else 1) % columns == 0]
     assert_same_bits([{**case, "columns": columns} for case in cases], number)
+
+
+@pytest.mark.soak
+def test_towers_in_columns_train_what_one_process_does(tmp_path: Path) -> None:
+    file = tmp_path / "towers.toml"
+    file.write_text(TOWERS, encoding="utf-8")
+    overrides = ["pipeline.dp=2", "pipeline.zero1=true", "run.steps=2"]
+    several = [f"run.out_dir={tmp_path / 'parts'}", "run.machine.columns=2", "run.platform=cpu"]
+    child = launch(2, ["--config", str(file), *overrides, *several])
+    _, err = child.communicate()
+    assert child.returncode == 0, err
+    train_runs.run(load_config(file, [*overrides, f"run.out_dir={tmp_path / 'whole'}"]))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 2)
 
 
 @pytest.mark.soak

@@ -79,8 +79,14 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
     """Build the config from the flags of ``train``."""
-    fallback = ["offload.fallback=true"] if args.offload_fallback else []
-    return load_config(args.config, [*flags.with_parallel_flags(args, args.overrides), *fallback])
+    overrides = flags.with_parallel_flags(args, args.overrides)
+    if args.offload_fallback:
+        overrides.append("offload.fallback=true")
+    if args.dp == flags.AUTO and args.ep:
+        # Until the devices are counted: at least as many as the settings say, and a number that ep divides.
+        dp = load_config(args.config, args.overrides).pipeline.dp
+        overrides.append(f"pipeline.dp={-(-dp // args.ep) * args.ep}")
+    return load_config(args.config, overrides)
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -152,6 +152,8 @@ class TrainConfig(Sections):
         each = pipe.num_devices // pipe.dp
 
         def microbatches_of(dp: int) -> int | None:
+            if dp % pipe.ep:
+                return None
             if batch % dp or dp >= pipe.dp:
                 return pipe.microbatches if batch % (pipe.microbatches * dp) == 0 else None
             return min(m for m in divisors_of(batch // dp) if m * dp >= pipe.microbatches * pipe.dp)
@@ -162,9 +164,11 @@ class TrainConfig(Sections):
             sizes = [d for d in divisors_of(batch) if microbatches_of(d) is not None]
             near = sorted(sorted(sizes, key=lambda d: abs(d - num_devices / each))[:2])
             use = " or ".join(f"{d * each} (dp {d})" for d in near)
+            experts = f", or ep {pipe.ep} does not" if pipe.ep > 1 else ""
             raise ConfigError(
                 f"--dp auto: {num_devices} devices are dp {num_devices / each:g} for {pipe.ranks} ranks × {each // pipe.ranks} "
-                f"devices, and run.batch={batch} in {pipe.microbatches} microbatches does not divide so: use {use} devices"
+                f"devices, and run.batch={batch} in {pipe.microbatches} microbatches does not divide so{experts}: use {use} "
+                "devices"
             )
         return self.changed({"pipeline.dp": dp, "pipeline.microbatches": microbatches})
 

@@ -154,6 +154,9 @@ def test_print_config_trains_nothing(cli: Callable[..., Any], tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     out, err = cli("train", "--print-config", "run.steps=7", "optimizer.warmup_steps=3")
     assert (re.search(r"\bsteps +7\n", out) is not None, err) == (True, "")
+    # Until devices are counted, dp is what the settings say, made a multiple of ep.
+    out, _ = cli("train", "--print-config", "--dp", "auto", "--ep", "2")
+    assert {("*", "dp", "2"), ("*", "ep", "2")} <= {tuple(line.split()) for line in out.splitlines()}
     assert list(tmp_path.iterdir()) == []
 
 

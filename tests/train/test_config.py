@@ -452,6 +452,9 @@ def test_dp_fills_the_devices_and_keeps_the_batch() -> None:
     assert "use 120 (dp 15) or 128 (dp 16) devices" in refusal(config.filling, 256)
     assert "are dp 0.5 for 4 ranks × 2 devices, " in refusal(config.filling, 4)
     assert TrainConfig().filling(16).pipeline.microbatches == TrainConfig().pipeline.microbatches
+    experts = TrainConfig().override(["run.batch=48", "pipeline.dp=2", "pipeline.ep=2"])
+    assert experts.filling(8).pipeline.mesh.sizes["ep"] == 2
+    assert "or ep 2 does not: use 8 (dp 2) or 24 (dp 6) devices" in refusal(experts.filling, 12)
 
 
 @given(st.integers(1, 400), st.integers(2, 64))

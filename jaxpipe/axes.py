@@ -67,7 +67,9 @@ BUFFER_AXES: dict[BufferKind, BufferAxes] = {
 def within_problem(axis: str, size: int, other_size: int, prefix: str = "") -> str:
     """Return what is wrong where ``size`` does not divide the number of devices of the axis that this one is within."""
     other, use = f"{prefix}{WITHIN[axis]}", nearest_divisors(other_size, size)
-    return f"{prefix}{axis}={size} does not divide {other}={other_size}: use {use}, or make {other} a multiple of {size}"
+    return (
+        f"{prefix}{axis}={size} does not divide {other}={other_size}: use {use}, or make {other} a multiple of {size}"
+    )
 
 
 def exchanging() -> set[str]:

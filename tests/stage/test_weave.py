@@ -144,6 +144,18 @@ def test_all_collectives_of_a_braid_are_covered(
     assert str(woven).startswith(f"{covered} of {collectives} collectives covered")
 
 
+def test_all_exchanges_of_experts_are_covered() -> None:
+    """They lie along an axis of their own."""
+    mesh = RankMesh(dp=4, ep=4)
+    model = resolve_model("models.moe:MoE", {**LARGE, "num_experts": 8, "expert_size": 4096, "capacity": 1.0})
+    avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
+    cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
+    _, blocks, _ = build_all(cut, avals, model.batch_spec(4), [*pipeline_submeshes(1, mesh)] * 3, tp=mesh)
+    for ops, exchanges in ((("F", "BW"), 8), (("BW",), 4)):
+        woven = weave(jaxprs(blocks, ops), mesh.sizes)
+        assert [c.covered for c in woven.collectives] == [True] * exchanges
+
+
 @pytest.mark.parametrize("ops", [("F", "BW"), ("BW",), ("F", "W")], ids="+".join)
 @pytest.mark.parametrize("options", [{}, {"sequence": True}, {"recompute": "full"}], ids=str)
 def test_dataflow_keeps_the_planned_products_under_their_collectives(

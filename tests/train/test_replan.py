@@ -35,7 +35,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.files import from_json, to_json, to_schedule
-from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards, split_backwards
+from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards, split_backwards, with_slots
 from jaxpipe.search.solve import Options, SolveTask
 from jaxpipe.search.solve.jobs import COMMAND
 from jaxpipe.search.solve.solver import BackgroundSolve, Failed, Finished, Found
@@ -696,7 +696,7 @@ def test_backwards_are_split_and_fused_as_in_another(family: str) -> None:
     assert backwards_like(split, split) == split
     if fused_backwards(schedule) == all_backwards:
         check_schedule(back := backwards_like(split, schedule))
-        assert back == schedule
+        assert back == with_slots(schedule, lambda slot: slot.actions)  # a braid that was split stays apart
 
 
 def test_a_zero_bubble_order_with_fused_backwards_is_valid() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.step import TrainStep
+from jaxpipe.train.trainer import Trainer
 from models.moe import MoE, MoEConfig
 from tests.support.parallel_cases import assert_close
 
@@ -229,6 +231,80 @@ def test_where_experts_lie_moves_no_bit_but_of_their_gradients(
     assert len(first) > 8 and len(experts) == 2
     # Devices that share an expert sum their parts of its gradient in another order than one device sums its rows.
     assert names <= (experts if case[1] > 1 else set())
+
+
+def trainer_of(
+    pp: int,
+    mesh: RankMesh,
+    family: str = "1f1b",
+    microbatches: int = 2,
+    zero1: bool = False,
+    recompute: str = "none",
+    **options: Any,
+) -> Trainer:
+    """Return a trainer whose steps have eight rows, and whose first one subtracts the gradient."""
+    model = MoE(**{**SMALL, "dense_layers": "", **options})
+    schedule, size = generate(family, pp, microbatches), 8 // microbatches
+    pipe = Pipeline.build(
+        model, schedule, microbatch_size=size, compute_dtype=jnp.float64, tp=mesh, recompute=recompute
+    )
+    return Trainer.over(TrainStep(pipe, optax.sgd(1.0, momentum=0.5), clip_norm=0.0, zero1=zero1))
+
+
+def rows_of(seed: int, microbatches: int = 2) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    batch: dict[str, Any] = {name: rng.integers(0, 16, (8, 8)).astype(np.int32) for name in ("tokens", "targets")}
+    batch["weights"] = rng.random((8, 8)).astype(np.float32)
+    return {name: array.reshape(microbatches, -1, 8) for name, array in batch.items()}
+
+
+@pytest.mark.soak
+def test_balance_by_sequence_and_its_gradient_know_no_cut(x64: None) -> None:
+    """The weight of the balance is such that little else is in what a step subtracts from the router. Choices are counted once,
+    whatever is recomputed."""
+    results = []
+    for m, pp, dp, ep, recompute in (
+        (1, 1, 1, 1, "none"), (8, 1, 1, 1, "full"), (4, 2, 2, 2, "experts"), (4, 4, 2, 2, "none"), (2, 2, 4, 2, "full"),
+        (1, 1, 4, 2, "none"), (2, 2, 4, 1, "experts"),
+    ):  # fmt: skip
+        mesh = RankMesh(dp=dp, ep=ep)
+        step = trainer_of(pp, mesh, microbatches=m, recompute=recompute, balance_weight=1e4).train_step
+        state, metrics = step(step.init(init_params(step.pipeline.model, 0)), rows_of(0, m))
+        assert [load.sum() for load in metrics.sums["load"].values()] == [2 * 8 * 8] * 2
+        updated = step.by_layer(state)[0]
+        routers = [np.asarray(updated[name]["router"]) for name in ("block_00", "block_01")]
+        assert min(np.abs(router).max() for router in routers) > 1
+        results.append([metrics.metrics["balance"], *routers])
+        assert "balance" not in step.pipeline.eval_reported.metrics
+    for result in results[1:]:
+        for value, first in zip(result, results[0], strict=True):
+            np.testing.assert_allclose(value, first, rtol=1e-12, atol=1e-12 * np.abs(first).max())
+
+
+@pytest.mark.soak
+def test_a_run_goes_on_over_other_ranks_and_shards_of_experts(tmp_path: Path, x64: None) -> None:
+    options = {"balance": "batch", "router_bias": True, "bias_rate": 1e-2}
+    runs = [
+        trainer_of(2, RankMesh(dp=4), "zb-h1", **options),
+        trainer_of(4, RankMesh(dp=2, ep=2), **options),
+        trainer_of(2, RankMesh(dp=4, ep=4), "zb-h1", zero1=True, **options),
+    ]
+    initial = init_params(runs[0].pipeline.model, 0)
+
+    def losses(trainer: Trainer, state: Any, steps: range) -> tuple[Any, list[float]]:
+        reports = []
+        for n in steps:
+            state, metrics = trainer.train_step(state, rows_of(n))
+            reports += [float(metrics.loss), float(metrics.grad_norm), float(metrics.metrics["balance"])]
+        return state, reports
+
+    _, expected = losses(runs[0], runs[0].train_step.init(initial), range(6))
+    state, reports = losses(runs[0], runs[0].train_step.init(initial), range(2))
+    for trainer, before, steps in ((runs[1], runs[0], range(2, 4)), (runs[2], runs[1], range(4, 6))):
+        before.save(state, tmp_path)
+        state, more_reports = losses(trainer, trainer.restore(tmp_path), steps)
+        reports += more_reports
+    np.testing.assert_allclose(reports, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("products", ["padded", "ragged"])

@@ -254,7 +254,7 @@ def test_best_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: py
         rf" +\d+\.\d s  family 1 of {len(FAMILIES)}, 0 settings tried, now 1f1b; nothing found yet", lines[0]
     )
     assert re.fullmatch(
-        r" +\d+\.\d s  family \d+ of \d+, .* now [^;]+; best so far looped-bfs --chunks \d, \d+(\.\d+)?", lines[-1]
+        r" +\d+\.\d s  family \d+ of \d+, .* now [^;]+; best so far combined-1f1b --chunks \d, \d+(\.\d+)?", lines[-1]
     )
     json.loads(out)
 

@@ -440,7 +440,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "config a list": ("llama2", write_into("config.json", "[1]"), "holds a list"),
     "config NaN": ("llama2", write_into("config.json", '{"model_type": NaN}'), "is not JSON"),
     "no kind": ("llama2", config(model_type=None), "model_type is None"),
-    "unknown kind": ("llama2", config(model_type="mixtral"), "model_type is 'mixtral'"),
+    "unknown kind": ("llama2", config(model_type="gemma2"), "model_type is 'gemma2'"),
     "no width": ("llama2", config(hidden_size=None), "hidden_size is null"),
     "width of text": ("llama2", config(hidden_size="32"), "hidden_size is '32'"),
     "many layers": ("llama2", config(num_hidden_layers=20_000), "num_hidden_layers is 20000; want 1 to 10000"),

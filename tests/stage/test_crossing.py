@@ -51,7 +51,7 @@ def _graph(fn: Any, *shapes: tuple[int, ...]) -> tuple[Graph, set[int], set[Var]
     jaxpr, n = closed.jaxpr, len(shapes)
     inputs = {v: Port("dy", i) if i < n else Port("acc", i - n) for i, v in enumerate(jaxpr.invars)}
     outputs = tuple((Port("acc", i), v) for i, v in enumerate(jaxpr.outvars))
-    trace = StageTrace(tuple(jaxpr.eqns), {}, inputs, outputs, None, (), (), ())
+    trace = StageTrace(tuple(jaxpr.eqns), {}, inputs, outputs, None, (), (), (), ())
     return Graph(trace), set(range(len(jaxpr.eqns))), set(jaxpr.invars[:n])
 
 

@@ -153,9 +153,11 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if has_experts(config, i):
             llama |= {f"{at}{name}": shape for name, shape in _experts(config).items()}
         else:
-            llama |= _swiglu(f"{at}mlp", d, f)
-            if config.get("mlp_bias"):
-                llama |= {f"{at}mlp.{name}_proj.bias": (d if name == "down" else f,) for name in ("gate", "up", "down")}
+            # The order of names is that in which the golden logits' numbers were drawn.
+            for name, shape in _swiglu(f"{at}mlp", d, f).items():
+                llama[name] = shape
+                if config.get("mlp_bias"):
+                    llama[name.replace("weight", "bias")] = shape[:1]
         if kind in ("qwen3", "qwen3_moe"):
             llama |= {f"{at}self_attn.{name}_norm.weight": (k,) for name in "qk"}
         if kind == "olmoe":

@@ -186,13 +186,14 @@ _BYTES = (
 class Exchange(NamedTuple):
     """A collective of a function: its ``primitive``, the bytes of the whole array, the ``devices`` that take part, and among
     how many consecutive devices these lie (``span``): an axis' neighbours are as far apart as inner axes have devices.
-    ``of_experts``: it moves rows to experts, or their results back."""
+    ``of_experts``: it moves rows to experts, or their results back. ``axes``: of the mesh, of several devices."""
 
     primitive: str
     whole_bytes: float
     devices: int
     span: int
     of_experts: bool = False
+    axes: tuple[str, ...] = ()
 
 
 Exchanges = Mapping[Exchange, float]
@@ -248,7 +249,7 @@ def _exchanges(function: StageFunction) -> Iterator[Exchange]:
         if several:
             span = math.prod(sizes[axis] for axis in axes[axes.index(several[0]) :])
             devices = math.prod(sizes[axis] for axis in several)
-            yield Exchange(c.primitive, c.whole_bytes, devices, span, c.of_experts)
+            yield Exchange(c.primitive, c.whole_bytes, devices, span, c.of_experts, tuple(several))
 
 
 def sizes_of(stages: Sequence[StageFunctions]) -> tuple[StageSizes, ...]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -68,13 +68,9 @@ def planned_costs(
     master parameters and optimizer state."""
     sizes = [s.sizes for s in stages]
     uneven = 1.0 if experts is None else efficiency.imbalance / experts.room
-    crowded = max(1.0, uneven)
-    more_rows = crowded if experts is None or not experts.is_ragged else uneven
-
-    def collective_s(exchange: Exchange) -> float:
-        return exchange_s(target, efficiency, exchange) * (crowded if exchange.of_experts else 1)
-
-    f, b, w = ([x.exchange_s(op, collective_s) for x in sizes] for op in ("F", "B", "W"))
+    more_rows = max(1.0, uneven) if experts is None or not experts.is_ragged else uneven
+    seconds_of = collective_seconds(target, efficiency, experts)
+    f, b, w = ([x.exchange_s(op, seconds_of) for x in sizes] for op in ("F", "B", "W"))
     work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
     seconds = {op: [max(LEAST_S, x.seconds + (more_rows - 1) * x.expert_s) for x in row] for op, row in work.items()}
     # braids can hide the collectives of F and B, which have fields of their own; nothing hides the gathers of what W recomputes
@@ -165,10 +161,31 @@ def link_between(a: int, b: int, target: Target, efficiency: Efficiency, pipe: P
     return link_of(target, efficiency, 1 if a // per_node == b // per_node else math.inf)
 
 
+def collective_seconds(
+    target: Target, efficiency: Efficiency, experts: ExpertRows | None
+) -> Callable[[Exchange], float]:
+    """Return what gives the seconds of a collective of layers; those of experts take longer where choices are uneven."""
+    crowded = 1.0 if experts is None else max(1.0, efficiency.imbalance / experts.room)
+    return lambda exchange: exchange_s(target, efficiency, exchange) * (crowded if exchange.of_experts else 1)
+
+
+def comm_by_axes(
+    stages: Sequence[PlannedStage], seconds_of: Callable[[Exchange], float]
+) -> dict[str, tuple[float, float]]:
+    """Return the seconds of the collectives of F and of B for a microbatch by the axes that they are over, such as ``ep``, each
+    on the stage where that is most."""
+    names = {"×".join(x.axes): x.axes for s in stages for op in "FB" for x in s.sizes.exchanges.get(op, {})}
+
+    def longest(op: str, axes: tuple[str, ...]) -> float:
+        return max(s.sizes.exchange_s(op, lambda x: seconds_of(x) if x.axes == axes else 0.0) for s in stages)
+
+    return {name: (longest("F", axes), longest("B", axes)) for name, axes in sorted(names.items())}
+
+
 def exchange_s(target: Target, efficiency: Efficiency, exchange: Exchange) -> float:
     """Return the seconds of a collective of layers: a ring over the slowest link between its devices. In an all-to-all each
     device sends to every other one: to those of its node over the links inside, and at the same time to the others."""
-    name, whole_bytes, devices, span, _ = exchange
+    name, whole_bytes, devices, span, *_ = exchange
 
     def over(link: Link, sent_bytes: float, parts: float) -> float:
         rates = UnitCosts(link_bytes_per_s=link.bytes_per_s, link_latency_s=link.latency_s)
@@ -192,7 +209,8 @@ class Prediction:
     recompute policy that finds nothing to do. ``update_s``: seconds of the update as configured; ``late_update_s``: with
     post-validation. ``model_flops``: three times the products of the forward, of attention what the mask leaves where a kernel
     computes it, of experts the rows that they are sent; ``peers_flops``: with attention counted whole
-    (:data:`~jaxpipe.stage.jaxprs.PEERS`). ``active_params``: of ``num_params`` those that a position meets.
+    (:data:`~jaxpipe.stage.jaxprs.PEERS`). ``active_params``: of ``num_params`` those that a position meets. ``comm_s``:
+    as :func:`comm_by_axes`.
     """
 
     config: TrainConfig
@@ -210,6 +228,7 @@ class Prediction:
     num_params: int
     active_params: int
     experts: ExpertRows | None
+    comm_s: Mapping[str, tuple[float, float]]
     fused_attention: bool
     remarks: tuple[str, ...] = ()
 
@@ -403,6 +422,7 @@ def predict(
         num_params=num_params,
         active_params=num_params - round(sum((1 - k / leaf.shape[0]) * leaf.size for leaf, k in stage_costs.experts)),
         experts=experts,
+        comm_s=comm_by_axes(stages, collective_seconds(stage_costs.target, stage_costs.efficiency, experts)),
         fused_attention=fuses_attention,
         remarks=(
             *remarks([s.functions for s in stages]),

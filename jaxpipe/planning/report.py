@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -53,8 +53,14 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
         f"{target.memory_bytes_per_s / 1e9:g} GB/s × {e.bandwidth:g}, links × {e.link:g}, host × {e.host:g}{tp}",
         f"workspace: {workspace}",
         *(["post-validation: no step is clipped"] if pipe.passes.post_validation != "off" else []),
+        *(["collectives: of a stage and microbatch at most " + "; ".join(_collectives(p))] if p.comm_s else []),
         *([] if p.experts is None else [_experts(p.experts, e.imbalance)]),
     )
+
+
+def _collectives(p: Prediction) -> Iterator[str]:
+    for axes, (f_s, b_s) in p.comm_s.items():
+        yield f"F {format_seconds(f_s)}, B {format_seconds(b_s)} over {axes}"
 
 
 def _experts(rows: ExpertRows, imbalance: float) -> str:
@@ -142,6 +148,7 @@ def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
         "microbatches": p.schedule.num_microbatches,
         "num_params": p.num_params,
         "active_params": p.active_params,
+        "comm_s": {axes: {"F": f_s, "B": b_s} for axes, (f_s, b_s) in p.comm_s.items()},
         "limit_bytes": p.limit_bytes,
         **_reached(p),
         "peak_activation_bytes": max(p.activation_bytes),

@@ -401,6 +401,7 @@ def test_collectives_take_what_a_ring_takes() -> None:
     stream, e = 2 * 16 * 32 * 4, Efficiency()
     one = 2 * 3 / 4 * stream / (H100.link_bytes_per_s * e.link) + H100.link_latency_s
     assert (p.costs.f_comm_s[0], p.costs.b_comm_s[0]) == pytest.approx((5 * one, 4 * one))  # F: the embedding's, too
+    assert p.comm_s == {"tp": pytest.approx((max(p.costs.f_comm_s), max(p.costs.b_comm_s)))}
     assert p.costs.collectives[0] == 5
     assert max(p.timeline.tp_exposed_s) > 0
 

@@ -46,9 +46,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, permutations, product, zip_longest
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from jaxpipe.schedule.placement import Placement, circular, v_shape
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
@@ -240,6 +238,8 @@ def cells_of(block: BuildingBlock, problem: Problem, places: Sequence[int] | Non
 
 def rows_of(problem: Problem, cells: Mapping[int, int]) -> list[list[int]]:
     """Return, per rank, its actions in the order of their cells."""
+    import numpy as np  # here, as importing the families is to need no NumPy
+
     codes, starts = (np.fromiter(x, np.int64, len(cells)) for x in (cells, cells.values()))
     ranks = np.array(problem.rank)[codes // problem.num_microbatches % problem.num_replicas]
     order = np.lexsort((codes, starts, ranks))
@@ -252,6 +252,8 @@ def repeat_steady_phase(problem: Problem, rows: Sequence[Sequence[int]], microba
 
     Whether the result deadlocks, how long it takes and what it holds is the retimer's business.
     """
+    import numpy as np
+
     few, extra = problem.num_microbatches, microbatches - problem.num_microbatches
     assert extra >= 0
     longer = []
@@ -268,9 +270,11 @@ def repeat_steady_phase(problem: Problem, rows: Sequence[Sequence[int]], microba
     return longer
 
 
-def _steady(row: NDArray[np.int64], period: int) -> int | None:
+def _steady(row: Any, period: int) -> int | None:
     """Return a position from which a period and the one after are the same but for the microbatch; the one nearest the
     middle."""
+    import numpy as np
+
     # codes of one op and stage go up by 1 a microbatch
     same = np.cumsum(np.append(0, row[:-period] + 1 == row[period:]))
     starts = np.flatnonzero(same[period:] - same[:-period] == period)

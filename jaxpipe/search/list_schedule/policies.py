@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-import numpy as np
-
 from jaxpipe.schedule.clock import NEVER, ROUNDING, Choose, Clock
 from jaxpipe.schedule.problem import B, F, Problem
 from jaxpipe.search.retime import Draft, Extents, Retimer, peaks
@@ -306,6 +304,8 @@ def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) 
 
     An action of no duration may start with what it feeds; ties go by direction (F ascending, B descending by stage).
     """
+    import numpy as np  # here, as importing the families is to need no NumPy
+
     n, m = problem.num_replicas, problem.num_microbatches
     codes, position = np.concatenate(rows), np.concatenate([np.arange(len(row)) for row in rows])
     start = np.array(retimer.times(rows).start_s)[codes]

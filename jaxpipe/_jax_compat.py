@@ -422,9 +422,9 @@ def _hopper_dot(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, ragged_dot_
     if contracted == 0:
         # It asks the first device how many processors there are, which is none of its own where it is only compiled.
         cores = getattr(jax.devices()[0], "core_count", 132)
-        asked = SimpleNamespace(**{**vars(jax), "devices": lambda: [SimpleNamespace(core_count=cores)]})
+        jax_with_cores = SimpleNamespace(**{**vars(jax), "devices": lambda: [SimpleNamespace(core_count=cores)]})
         kernel = transposed.transposed_ragged_dot
-        weights: jax.Array = FunctionType(kernel.__code__, {**kernel.__globals__, "jax": asked})(
+        weights: jax.Array = FunctionType(kernel.__code__, {**kernel.__globals__, "jax": jax_with_cores})(
             lhs, rhs, group_sizes=sizes, **blocks
         )
         return weights

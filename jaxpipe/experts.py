@@ -220,8 +220,8 @@ def combine(rows: jax.Array, weights: jax.Array, dispatched: Dispatch) -> jax.Ar
         assert dispatched.places is not None
         returned = _spread(rows, dispatched.places, dispatched.sources[:, None])
     buckets = len(dispatched.counts) if dispatched.sizes is None else shards
-    own = _exchange(returned.reshape(buckets, -1, width), dispatched.axes).reshape(-1, width)
-    return _weighted(own, weights, dispatched.choice, dispatched.slots)
+    results = _exchange(returned.reshape(buckets, -1, width), dispatched.axes).reshape(-1, width)
+    return _weighted(results, weights, dispatched.choice, dispatched.slots)
 
 
 def _exchange(x: jax.Array, axes: Sequence[str]) -> jax.Array:

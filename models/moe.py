@@ -253,10 +253,10 @@ def _judged(c: MoEConfig, sums: Mapping[str, np.ndarray]) -> str:
     if not dropped.any():
         return ""
     expert, name = int(dropped.argmax()), "capacity" if c.products == "padded" else "buffer"
-    needed = math.ceil(100 * float(fullest.max()) * len(fullest) / int(sums["choices"])) / 100
+    sufficient_room = math.ceil(100 * float(fullest.max()) * len(fullest) / int(sums["choices"])) / 100
     return (
         f"{dropped.sum()} of {load.sum()} choices had no room (on_drop=stop): expert {expert} dropped {dropped[expert]} of its "
-        f"{load[expert]}, where the mean is {load.mean():.0f}; {name} is {c.room}, and {needed} would have held all"
+        f"{load[expert]}, where the mean is {load.mean():.0f}; {name} is {c.room}, and {sufficient_room} would have held all"
     )
 
 

@@ -315,10 +315,10 @@ class Pipeline(Assembly):
     def own_rows(self, microbatches: int) -> np.ndarray | None:
         """Return which sequences of a batch this process needs; None for all: where it reads them, or the weights of all, by
         which several losses are weighed."""
-        own = np.arange(self.rows_here.start, self.rows_here.stop)
-        if len(own) == self.microbatch_size or len(self.model.losses) > 1:
+        sequences = np.arange(self.rows_here.start, self.rows_here.stop)
+        if len(sequences) == self.microbatch_size or len(self.model.losses) > 1:
             return None
-        return (np.arange(microbatches)[:, None] * self.microbatch_size + own).reshape(-1)
+        return (np.arange(microbatches)[:, None] * self.microbatch_size + sequences).reshape(-1)
 
     def loss_and_grads(
         self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None

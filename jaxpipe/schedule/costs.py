@@ -175,7 +175,7 @@ class CostProfile:
 
     @property
     def has_collectives(self) -> bool:
-        """Whether an F or a B waits for collectives."""
+        """Return whether an F or a B waits for collectives."""
         return any(self.f_comm_s) or any(self.b_comm_s)
 
     def require_stages(self, num_stages: int, what: str) -> None:

@@ -248,7 +248,7 @@ class StageFunctions:
 
     @property
     def reports(self) -> bool:
-        """Whether F has ``loss`` ports."""
+        """Return whether F has ``loss`` ports."""
         return bool(self.links.losses or self.sides)
 
     @property

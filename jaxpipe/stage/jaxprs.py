@@ -315,9 +315,9 @@ def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False, attention: AttentionF
 
 
 def multiplies_experts(eqn: JaxprEqn, experts: Collection[tuple[int, int]]) -> bool:
-    """Whether an equation multiplies rows by experts' matrices, or makes the gradient of those: a product in groups (over one
-    batch axis, or ragged) of an array that may be a parameter of theirs. ``experts``: how many each of these holds, along axis
-    0, and how many elements."""
+    """Return whether an equation multiplies rows by experts' matrices, or makes the gradient of those: a product in groups
+    (over one batch axis, or ragged) of an array that may be a parameter of theirs. ``experts``: how many each of these holds,
+    along axis 0, and how many elements."""
     is_batched = eqn.primitive.name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) == 1
     if not is_batched and "ragged_dot_dimension_numbers" not in eqn.params:
         return False
@@ -325,7 +325,7 @@ def multiplies_experts(eqn: JaxprEqn, experts: Collection[tuple[int, int]]) -> b
 
 
 def is_ragged(jaxpr: Any) -> bool:
-    """Whether a body has products in groups of as many rows as there are."""
+    """Return whether a body has products in groups of as many rows as there are."""
     return any("ragged_dot_dimension_numbers" in eqn.params for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 

@@ -108,12 +108,15 @@ def step_memory(
         rank_stages = [s for s in states if pipeline.primary(s)[0] == rank]
         held["code"] = sum(x.code_bytes for s in rank_stages for x in footprints[s]) if footprints else 0
     # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
-    made = {
+    bytes_of_reductions = {
         (r, s): (states[s].reduced_bytes, footprints[s][1].temp_bytes if footprints else 0)
         for r, s in pipeline.reductions
     }
     report = pipeline.memory_report(
-        resident, workspace=footprints is not None, timeline=pipeline.predicted_timeline(), reductions=made
+        resident,
+        workspace=footprints is not None,
+        timeline=pipeline.predicted_timeline(),
+        reductions=bytes_of_reductions,
     )
     ranks = []
     for before in report.ranks:

@@ -351,11 +351,11 @@ def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32:
     if float32 is not None:
         rules["float32"] = picked("float32", float32, len(leaves))
     for layer in model.layers if rules else ():
-        own = {p for p in paths[layer.name] if layer.after_step is not None and not layer.trains(p)}
-        wide = {p for p in own if layer.stays_float32(p)}
+        unlearned = {p for p in paths[layer.name] if layer.after_step is not None and not layer.trains(p)}
+        wide = {p for p in unlearned if layer.stays_float32(p)}
         for what, leaf_rules in rules.items():
             chosen = leaf_rules[layer.name].paths
-            leaf_rules[layer.name] = _OneOf(chosen - own if what == "trainable" else chosen | wide)
+            leaf_rules[layer.name] = _OneOf(chosen - unlearned if what == "trainable" else chosen | wide)
     layers = [replace(layer, **{k: v[layer.name] for k, v in rules.items()}) for layer in model.layers]  # type: ignore[arg-type]
     return replace(model, layers=tuple(layers))
 

@@ -256,9 +256,9 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
             results, sides = _run_layers(spec, params, entering, data, key, offset, train=True)
             traced.update(_leaving(spec, entering, results, sides))
             # Differentiated as what leaves is, but reported with the other results, which carry no gradient.
-            own = _own_loss(spec, sides, data)
-            traced["values"] |= own
-            traced["learning"] += own
+            loss_ports = _own_loss(spec, sides, data)
+            traced["values"] |= loss_ports
+            traced["learning"] += loss_ports
             traced["rest"] = [p for p in traced["values"] if p not in traced["learning"]]
             ys = [traced["values"][p] for p in traced["learning"]]
             return ys, [jax.lax.stop_gradient(traced["values"][p]) for p in traced["rest"]]

@@ -89,7 +89,7 @@ class Collective:
 
     @property
     def of_experts(self) -> bool:
-        """Whether it moves rows to experts, or their results back."""
+        """Return whether it moves rows to experts, or their results back."""
         experts = BUFFER_AXES["experts"].divided
         return row_of(self.primitive).exchange == "all-to-all" and not set(experts).isdisjoint(self.axes)
 

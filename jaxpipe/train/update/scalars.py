@@ -380,8 +380,8 @@ class UntrainedLeaves:
     def _trees(self, buffers: Buffers) -> dict[str, Any]:
         buffer_of = dict(zip(self.buffers, buffers, strict=True))
         leaves = self._layout.unpack_leaves([buffer_of.get(i) for i in range(len(self._layout.buffers))])
-        held = ((slot, leaf) for slot, leaf in zip(self._layout.slots, leaves, strict=True) if leaf is not None)
-        return by_layer(self._layout.layers, held)
+        slot_leaves = ((slot, leaf) for slot, leaf in zip(self._layout.slots, leaves, strict=True) if leaf is not None)
+        return by_layer(self._layout.layers, slot_leaves)
 
     def on_host(self, buffers: Buffers) -> dict[str, Any]:
         """Return the leaves by layer, out of a stage's parameter buffers."""

@@ -66,7 +66,7 @@ class StageShards:
 
     @property
     def chunked(self) -> bool:
-        """Whether state is divided over devices that share rows."""
+        """Return whether state is divided over devices that share rows."""
         return self.zero and bool(with_several(self.mesh, ROWS))
 
     def row_axes(self, divided: Collection[str]) -> tuple[str, ...]:
